@@ -1,0 +1,200 @@
+// transformer.hpp: the forward pass of a StepBatch on the CPU.
+//
+// One function, forward(), reads top to bottom as a Llama does:
+//
+//   x = embedding[token]
+//   for each layer:  x += Wo  attention(rope(Wq norm(x)), rope(Wk norm(x)), Wv norm(x))
+//                    x += Wdown (silu(Wgate norm(x)) * (Wup norm(x)))
+//   logits = Wout norm(x)            only for the rows that want them
+//
+// All rows of the step, whatever sequence they belong to and whether they are prefill or decode, go
+// through each matmul together: the weights are read once per step, not once per request. Only attention
+// looks at which row belongs to whom. A row's result depends on its own sequence alone, bit for bit.
+//
+// The whole pass is one parallel region: every thread runs forward() and does its share of each kernel;
+// barriers stand where a kernel reads what others wrote. (A tiny model's step is shorter than a few forks.)
+//
+// Chapter: docs/02_prefill_and_decode.md. Double-precision reference: tests/reference.hpp.
+#pragma once
+
+#ifdef _OPENMP
+  #include <omp.h>
+  #define SERVELITE_OMP(what) _Pragma(#what)
+#else
+  #define SERVELITE_OMP(what)
+#endif
+
+#include "kernels.hpp"
+#include "model.hpp"
+#include "step_batch.hpp"
+
+namespace servelite {
+
+/// How many threads `threads = 0` (all cores) means; 1 without OpenMP.
+inline int default_threads() {
+#ifdef _OPENMP
+  return omp_get_num_procs();
+#else
+  return 1;
+#endif
+}
+
+class Transformer final : public Executor {
+ public:
+  /// blocks of block_size tokens is the whole KV memory. threads 0: all cores.
+  Transformer(const Model& model, int blocks, int block_size, int threads = 0)
+      : model_(model),
+        kv_shape_{model.config.kv_heads, model.config.head_width, block_size},
+        layer_stride_(static_cast<size_t>(blocks) * 2 * kv_shape_.half()),
+        blocks_(blocks),
+        threads_(threads > 0 ? threads : default_threads()),
+        kv_(layer_stride_ * static_cast<size_t>(model.config.layers)) {
+    if (blocks < 1 || block_size < 1)
+      fail("KV memory: expected at least one block of one token, found ", blocks, " blocks of ", block_size);
+#ifndef _OPENMP
+    threads_ = 1;
+#endif
+    const size_t context = static_cast<size_t>(model.config.context + 63) / 64 * 64;
+    scratch_stride_ = context * static_cast<size_t>(model.config.heads / model.config.kv_heads);
+    scratch_.resize(scratch_stride_ * static_cast<size_t>(threads_));
+  }
+
+  int vocabulary() const override { return model_.config.vocabulary; }
+  int threads() const { return threads_; }
+
+  void run(const StepBatch& step, std::vector<float>& logits) override {
+    lay_out(step);
+    logits.resize(wanted_.size() * static_cast<size_t>(model_.config.vocabulary));
+    SERVELITE_OMP(omp parallel num_threads(threads_))
+    {
+#ifdef _OPENMP
+      forward(step, logits.data(), omp_get_thread_num(), omp_get_num_threads());
+#else
+      forward(step, logits.data(), 0, 1);
+#endif
+    }
+  }
+
+ private:
+  struct Row {
+    const Span* span;
+    int token, position;
+  };
+
+  /// Lists the step's rows and makes room for their activations.
+  void lay_out(const StepBatch& step) {
+    rows_.clear(), wanted_.clear();
+    for (const Span& span : step.spans) {
+      const int n = static_cast<int>(span.tokens.size());
+      if (span.logits_of >= 0) wanted_.push_back(static_cast<int>(rows_.size()) + span.logits_of);
+      for (int i = 0; i < n; ++i)
+        rows_.push_back({&span, span.tokens[static_cast<size_t>(i)], span.first_position + i});
+      assert(span.logits_of < n && span.first_position + n <= model_.config.context);
+      assert(static_cast<int>(span.block_table.size()) * kv_shape_.block_size >= span.first_position + n);
+      for ([[maybe_unused]] const int block : span.block_table) assert(block >= 0 && block < blocks_);
+    }
+    const Config& c = model_.config;
+    const size_t t = rows_.size();
+    const auto make = [t](std::vector<float>& buffer, int width) {
+      if (buffer.size() < t * static_cast<size_t>(width)) buffer.resize(t * static_cast<size_t>(width));
+    };
+    make(x_, c.width), make(norm_, c.width), make(out_, c.width);
+    make(qkv_, c.qkv_width()), make(heads_, c.heads * c.head_width), make(ff_, 2 * c.feed_forward);
+  }
+
+  static void barrier() { SERVELITE_OMP(omp barrier) }
+
+  /// This thread's share of the whole pass. logits: [wanted x V].
+  void forward(const StepBatch& step, float* logits, int thread, int threads) {
+    const Config& c = model_.config;
+    const int T = static_cast<int>(rows_.size()), D = c.width, E = c.head_width, F = c.feed_forward;
+    const int first = T * thread / threads, last = T * (thread + 1) / threads;  // this thread's rows
+    float *x = x_.data(), *norm = norm_.data(), *out = out_.data();             // each [T x D]
+    float *qkv = qkv_.data(), *heads = heads_.data(), *ff = ff_.data();  // [T x (H+2G)E], [T x HE], [T x 2F]
+
+    for (int t = first; t < last; ++t) model_.embedding.row(rows_[static_cast<size_t>(t)].token, x + t * D);
+
+    for (int l = 0; l < c.layers; ++l) {
+      const Layer& w = model_.layers[static_cast<size_t>(l)];
+      float* kv = kv_.data() + static_cast<size_t>(l) * layer_stride_;
+
+      for (int t = first; t < last; ++t) rmsnorm(norm + t * D, x + t * D, w.attention_norm.data(), D, c.norm_eps);
+      barrier();
+      multiply(w.qkv, qkv, norm, T, thread, threads);
+      barrier();
+      for (int t = first; t < last; ++t) place(rows_[static_cast<size_t>(t)], qkv + t * c.qkv_width(), kv);
+      barrier();
+      if (!step.copies.empty()) {
+        if (thread == 0)
+          for (const BlockCopy& b : step.copies) copy_kv(block(kv, b.to), block(kv, b.from), b.tokens, kv_shape_);
+        barrier();
+      }
+      for (int unit = thread; unit < T * c.kv_heads; unit += threads)
+        attend(rows_[static_cast<size_t>(unit / c.kv_heads)], unit % c.kv_heads,
+               qkv + unit / c.kv_heads * c.qkv_width(), heads + unit / c.kv_heads * c.heads * E, kv,
+               scratch_.data() + static_cast<size_t>(thread) * scratch_stride_);
+      barrier();
+      multiply(w.attention_out, out, heads, T, thread, threads);
+      barrier();
+
+      for (int t = first; t < last; ++t) {
+        add_rows(x + t * D, out + t * D, D);
+        rmsnorm(norm + t * D, x + t * D, w.ff_norm.data(), D, c.norm_eps);
+      }
+      barrier();
+      multiply(w.gate_up, ff, norm, T, thread, threads);
+      barrier();
+      for (int t = first; t < last; ++t) swiglu(ff + t * 2 * F, ff + t * 2 * F + F, F);
+      barrier();
+      matmul(out, D, ff, 2 * F, T, w.down.panels.data(), F, D, thread, threads);
+      barrier();
+      for (int t = first; t < last; ++t) add_rows(x + t * D, out + t * D, D);
+    }
+
+    barrier();
+    const int wanted = static_cast<int>(wanted_.size());
+    for (int i = thread; i < wanted; i += threads)
+      rmsnorm(norm + i * D, x + wanted_[static_cast<size_t>(i)] * D, model_.output_norm.data(), D, c.norm_eps);
+    barrier();
+    multiply(model_.output(), logits, norm, wanted, thread, threads);
+  }
+
+  static void multiply(const Matrix& w, float* y, const float* x, int rows, int thread, int threads) {
+    matmul(y, w.outputs, x, w.inputs, rows, w.panels.data(), w.inputs, w.outputs, thread, threads);
+  }
+
+  float* block(float* kv, int b) const { return kv + static_cast<size_t>(b) * 2 * kv_shape_.half(); }
+
+  /// Rotates one row's queries and keys to its position, scales the queries, stores K and V in its block.
+  void place(const Row& row, float* qkv, float* kv) {
+    const Config& c = model_.config;
+    const int E = c.head_width;
+    const float* angle = model_.rope.data() + static_cast<ptrdiff_t>(row.position) * E;
+    for (int h = 0; h < c.heads + c.kv_heads; ++h) rope(qkv + h * E, angle, E);
+    const f32x16 scale = splat(1.0f / std::sqrt(static_cast<float>(E)));
+    for (int i = 0; i < c.heads * E; i += 16) store(qkv + i, mul(load(qkv + i), scale));
+    const int b = row.span->block_table[static_cast<size_t>(row.position / kv_shape_.block_size)];
+    const float* k = qkv + c.heads * E;
+    write_kv(block(kv, b), k, k + c.kv_heads * E, row.position % kv_shape_.block_size, kv_shape_);
+  }
+
+  /// Attention of one row for the query heads that share KV head g.
+  void attend(const Row& row, int g, const float* qkv, float* heads, const float* kv, float* scratch) const {
+    const int together = model_.config.heads / model_.config.kv_heads, at = g * together * model_.config.head_width;
+    paged_attention(heads + at, qkv + at, together, g, kv, row.span->block_table.data(), row.position + 1, kv_shape_,
+                    scratch);
+  }
+
+  const Model& model_;
+  KvShape kv_shape_;
+  size_t layer_stride_;  // floats of KV per layer
+  int blocks_, threads_;
+  std::vector<float> kv_;  // [L][blocks][K half, V half]: see kernels.hpp
+  std::vector<Row> rows_;
+  std::vector<int> wanted_;  // rows whose logits are wanted
+  std::vector<float> x_, norm_, out_, qkv_, heads_, ff_;
+  std::vector<float> scratch_;  // scores, one part per thread
+  size_t scratch_stride_ = 0;
+};
+
+}  // namespace servelite

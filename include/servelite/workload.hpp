@@ -1,0 +1,135 @@
+// workload.hpp: who asks what, and when.
+//
+// The six-request scene of the main job, and a small text format for scenes of one's own:
+//
+//   # a comment
+//   @pip = Your name is Pip. The secret word is lantern.      names a system prompt
+//   0.000 | @pip | What is the secret word? | 16               arrival s | system | user | max tokens
+//   0.005 | Be brief. | Count to 9.         | 64               a system prompt may stand in place
+//   0.010 | | What is 2 plus 3?             | 16               or be left out
+//
+// Within a field, \n is a line break, \| a bar and \\ a backslash; blanks around a field do not count.
+//
+// Chapter: docs/10_side_by_side.md
+#pragma once
+
+#include <fstream>
+#include <locale>
+#include <map>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "error.hpp"
+#include "request.hpp"
+
+namespace servelite {
+
+/// Six users of one assistant, all within five milliseconds: a long story, a long count, and four answers
+/// of a few words. Nobody, the server included, knows beforehand which is which.
+inline std::vector<Request> six_requests() {
+  const std::string system =
+      "Your name is Pip. You work at the harbour library. Children are always welcome here. "
+      "The floor is made of old oak. A small bell hangs over the door. The secret word is lantern. "
+      "Please be kind to every guest. The doors are open from 8 to 17. Many guests come from far away. "
+      "There is tea in the kitchen. When it rains, the guests stay longer. "
+      "End every answer with the word over. A large map shows the hills and the sea. "
+      "Old friends often meet at the long table. Speak clearly and do not hurry. "
+      "The chairs near the window are the best ones. Thank the guests when they leave.";
+  std::vector<Request> requests;
+  for (const char* user : {"Tell me a long story about a fox.", "What is the secret word?",
+                           "Reverse the list: boat, river, moon, king.", "What is 7 plus 5?", "Count to 40.",
+                           "Who are you?"}) {
+    Request r;
+    r.arrival = 0.001 * static_cast<double>(requests.size());
+    r.system = system, r.user = user;
+    r.max_tokens = 400;
+    requests.push_back(r);
+  }
+  return requests;
+}
+
+namespace workload_detail {
+
+inline std::string trim(std::string_view s) {
+  const size_t first = s.find_first_not_of(" \t\r"), last = s.find_last_not_of(" \t\r");
+  return first == std::string_view::npos ? "" : std::string(s.substr(first, last - first + 1));
+}
+
+/// Cuts a line at its bars and resolves the backslashes.
+inline std::vector<std::string> fields_of(std::string_view line) {
+  std::vector<std::string> fields;
+  size_t begin = 0;
+  for (size_t i = 0; i <= line.size(); ++i) {
+    if (i < line.size() && line[i] == '\\') ++i;  // whatever follows is not a separator
+    else if (i == line.size() || line[i] == '|') {
+      const std::string raw = trim(line.substr(begin, i - begin));
+      std::string text;
+      for (size_t j = 0; j < raw.size(); ++j) {
+        if (raw[j] == '\\' && j + 1 < raw.size()) text += raw[++j] == 'n' ? '\n' : raw[j];
+        else text += raw[j];
+      }
+      fields.push_back(text);
+      begin = i + 1;
+    }
+  }
+  return fields;
+}
+
+template <class Number>
+Number number_of(const std::string& text, Number low, Number high, const char* what, const std::string& where) {
+  Number value{};
+  std::istringstream in(text);
+  in.imbue(std::locale::classic());
+  if (!(in >> value) || in.peek() != std::istringstream::traits_type::eof() || !(value >= low && value <= high))
+    fail(where, ": ", what, ": expected a number from ", low, " to ", high, ", found '", text, "'");
+  return value;
+}
+
+}  // namespace workload_detail
+
+/// Reads a workload; `name` is for the messages. Throws Error naming the line.
+inline std::vector<Request> read_workload(std::istream& in, const std::string& name) {
+  using namespace workload_detail;
+  std::vector<Request> requests;
+  std::map<std::string, std::string> systems;
+  std::string line;
+  for (int number = 1; std::getline(in, line); ++number) {
+    const std::string where = name + ":" + std::to_string(number), text = trim(line);
+    if (text.empty() || text[0] == '#') continue;
+    const size_t equals = text.find('=');
+    if (text[0] == '@' && equals < text.find('|')) {
+      const std::string key = trim(text.substr(0, equals));
+      if (!systems.emplace(key, fields_of(text.substr(equals + 1)).at(0)).second)
+        fail(where, ": system prompt ", key, " is already defined");
+      continue;
+    }
+    const std::vector<std::string> f = fields_of(text);
+    if (f.size() != 4)
+      fail(where, ": expected 4 fields 'arrival | system | user | max tokens', found ", f.size());
+    Request r;
+    r.arrival = number_of<double>(f[0], 0.0, 1e9, "arrival", where);
+    r.system = f[1], r.user = f[2];
+    r.max_tokens = number_of<int>(f[3], 1, 1 << 20, "max tokens", where);
+    if (r.user.empty()) fail(where, ": user: expected some text, found none");
+    if (r.system[0] == '@') {
+      const auto known = systems.find(r.system);
+      if (known == systems.end()) fail(where, ": system prompt ", r.system, " is not defined above");
+      r.system = known->second;
+    }
+    requests.push_back(std::move(r));
+  }
+  if (requests.empty()) fail(name, ": expected at least one request, found none");
+  return requests;
+}
+
+/// "six" or the path of a workload file.
+inline std::vector<Request> load_workload(const std::string& what) {
+  if (what == "six") return six_requests();
+  std::ifstream in(what);
+  if (!in) fail("workload: expected \"six\" or a readable file, found '", what, "'");
+  return read_workload(in, what);
+}
+
+}  // namespace servelite
