@@ -247,7 +247,17 @@ inline std::string write_system(Rng& rng, const Persona& p, int tokens) {
   return join(sentences, " ");
 }
 
-inline Persona make_persona(Rng& rng) {
+/// How long conversations and system prompts are, in estimated tokens.
+struct Options {
+  int min_tokens = 200,
+      max_tokens = 650;  // where a conversation stops taking new turns (a random point between)
+  int limit = 930;       // no conversation is estimated longer than this
+  int max_turns = 8;
+  int no_system_percent = 15;
+  int min_system = 100, max_system = 380;
+};
+
+inline Persona make_persona(Rng& rng, const Options& options = {}) {
   Persona p;
   p.name = pick(rng, kNames);
   p.place = pick(rng, kPlaces);
@@ -262,11 +272,11 @@ inline Persona make_persona(Rng& rng) {
     if (which == 3) p.opens = p.closes = 0;
   }
   const int r = rng.below(100);
-  p.rule = r < 40 ? Rule::none : r < 64 ? Rule::first_word : r < 88 ? Rule::last_word : Rule::capitals;
+  p.rule = r < 40 ? Rule::none : r < 70 ? Rule::first_word : Rule::last_word;
   if (p.rule == Rule::first_word) p.rule_word = pick(rng, kFirstWords);
   if (p.rule == Rule::last_word) p.rule_word = pick(rng, kLastWords);
   // The smaller of two draws: most prompts are short, for long ones cost training time.
-  const int a = rng.between(100, 380), b = rng.between(100, 380);
+  const int a = rng.between(options.min_system, options.max_system), b = rng.between(options.min_system, options.max_system);
   p.system = write_system(rng, p, a < b ? a : b);
   return p;
 }
@@ -523,14 +533,6 @@ struct Conversation {
   std::vector<Turn> turns;
 };
 
-struct Options {
-  int min_tokens = 200,
-      max_tokens = 650;  // where a conversation stops taking new turns (a random point between)
-  int limit = 930;       // no conversation is estimated longer than this
-  int max_turns = 8;
-  int no_system_percent = 15;
-};
-
 /// A family by weight, among those that this persona allows. Under a house rule add, fact and
 /// opposite are asked as "rule", so that their held-out meetings with the rule word stay unseen.
 inline std::string draw_family(Rng& rng, const Persona& p) {
@@ -549,7 +551,7 @@ inline std::string draw_family(Rng& rng, const Persona& p) {
 
 inline Conversation make_conversation(Rng& rng, const Options& options = {}) {
   constexpr int markers = 5;  // a turn's role and end markers and its first spaces
-  const Persona p = rng.chance(options.no_system_percent) ? Persona{} : make_persona(rng);
+  const Persona p = rng.chance(options.no_system_percent) ? Persona{} : make_persona(rng, options);
   Conversation c{p.system, {}};
   const int enough = rng.between(options.min_tokens, options.max_tokens);
   int tokens = estimate_tokens(p.system) + markers;

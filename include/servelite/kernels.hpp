@@ -64,48 +64,54 @@ inline void pack_panels(float* packed, const float* w, int n_out, int n_in) {
 template <int R, int Q>
 inline void matmul_tile(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, const float* panel,
                         int n_in, int n_out_left, bool add) {
+  if (n_out_left < Q * kPanel) {  // the last panel is wider than y: compute into a full one, keep what fits
+    alignas(64) float full[R * Q * kPanel] = {};
+    for (int r = 0; add && r < R; ++r) std::copy_n(y + r * y_stride, n_out_left, full + r * Q * kPanel);
+    matmul_tile<R, Q>(full, Q * kPanel, x, x_stride, panel, n_in, Q * kPanel, add);
+    for (int r = 0; r < R; ++r) std::copy_n(full + r * Q * kPanel, n_out_left, y + r * y_stride);
+    return;
+  }
   f32x16 acc[R][Q * 2];
-  alignas(64) float edge[R][Q * kPanel] = {};
-  const bool ragged = n_out_left < Q * kPanel;
-  if (add && ragged)
-    for (int r = 0; r < R; ++r) std::copy_n(y + r * y_stride, n_out_left, edge[r]);
   for (int r = 0; r < R; ++r)
-    for (int q = 0; q < Q * 2; ++q)
-      acc[r][q] = !add ? splat(0.0f) : load(ragged ? &edge[r][q * 16] : y + r * y_stride + q * 16);
+    for (int q = 0; q < Q * 2; ++q) acc[r][q] = add ? load(y + r * y_stride + q * 16) : splat(0.0f);
   for (int k = 0; k < n_in; ++k) {
     f32x16 w[Q * 2];
-    for (int q = 0; q < Q * 2; ++q)
+    for (int q = 0; q < Q * 2; ++q) {
       w[q] = load(panel + (static_cast<ptrdiff_t>(q / 2) * n_in + k) * kPanel + q % 2 * 16);
+      keep(w[q]);
+    }
     for (int r = 0; r < R; ++r) {
       const f32x16 xr = splat(x[r * x_stride + k]);
       for (int q = 0; q < Q * 2; ++q) acc[r][q] = fma(xr, w[q], acc[r][q]);
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int q = 0; q < Q * 2; ++q) store(ragged ? &edge[r][q * 16] : y + r * y_stride + q * 16, acc[r][q]);
-  if (ragged)
-    for (int r = 0; r < R; ++r) std::copy_n(edge[r], n_out_left, y + r * y_stride);
+    for (int q = 0; q < Q * 2; ++q) store(y + r * y_stride + q * 16, acc[r][q]);
 }
 
-inline constexpr int kTileRows = lanes::kCount == 16 ? 12 : 3;  // by registers: 32 of AVX-512, 16 of AVX2
+// Registers hold R * Q * 2 chains, 2 Q weights and one x: AVX-512 has 32 of them, AVX2 and NEON fewer.
+inline constexpr bool kManyRegisters = lanes::kCount == 16;
+inline constexpr int kTileRows = kManyRegisters ? 12 : 3;
+constexpr int panels_for(int rows) {
+  return kManyRegisters ? (rows <= 2 ? 4 : rows <= 6 ? 2 : 1) : (rows == 1 ? 2 : 1);
+}
 
-/// One panel group of Q panels for all rows.
+/// `rows` <= R rows of Q panels: finds the tile of exactly this many rows.
+template <int R, int Q>
+inline void matmul_up_to(int rows, float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride,
+                         const float* panel, int n_in, int n_out_left, bool add) {
+  if (rows == R) return matmul_tile<R, Q>(y, y_stride, x, x_stride, panel, n_in, n_out_left, add);
+  if constexpr (R > 1) matmul_up_to<R - 1, Q>(rows, y, y_stride, x, x_stride, panel, n_in, n_out_left, add);
+}
+
+/// All rows of a group of Q panels.
 template <int Q>
-inline void matmul_rows(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows,
-                        const float* panel, int n_in, int n_out_left, bool add) {
-  int r = 0;
-  const auto tile = [&](auto size) {
-    matmul_tile<decltype(size)::value, Q>(y + r * y_stride, y_stride, x + r * x_stride, x_stride, panel, n_in,
-                                          n_out_left, add);
-    r += decltype(size)::value;
-  };
-  if constexpr (Q == 1 && kTileRows > 6) {
-    while (rows - r >= kTileRows) tile(std::integral_constant<int, kTileRows>{});
-    if (rows - r >= 6) tile(std::integral_constant<int, 6>{});
-  }
-  while (rows - r >= 3) tile(std::integral_constant<int, 3>{});
-  if (rows - r == 2) tile(std::integral_constant<int, 2>{});
-  if (rows - r == 1) tile(std::integral_constant<int, 1>{});
+inline void matmul_group(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows,
+                         const float* panel, int n_in, int n_out_left, bool add) {
+  constexpr int most = Q == 4 ? 2 : Q == 2 ? (kManyRegisters ? 6 : 1) : kTileRows;
+  for (int r = 0; r < rows; r += most)
+    matmul_up_to<most, Q>(std::min(most, rows - r), y + r * y_stride, y_stride, x + r * x_stride, x_stride,
+                          panel, n_in, n_out_left, add);
 }
 
 /// y[rows x N] (+)= x[rows x K] * W^T with W packed; this thread's share of the panels.
@@ -113,28 +119,25 @@ inline void matmul_rows(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t 
 inline void matmul(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows,
                    const float* packed, int n_in, int n_out, int thread = 0, int threads = 1,
                    bool add = false) {
-  const int panels = panels_of(n_out);
   // Few rows: several panels at once, or the few chains would wait for each other. Many rows: one panel
-  // at a time stays in the cache; threads then share panels, and rows too where panels are too few.
-  const int group = rows <= 1 ? 4 : rows <= 3 ? 2 : 1;
-  const int groups = (panels + group - 1) / group;
+  // at a time stays in the cache; threads then share panels, and rows too, since panels may be few.
+  const int panels = panels_of(n_out), group = panels_for(rows), groups = (panels + group - 1) / group;
   const int slices = rows >= 2 * kTileRows * threads ? threads : 1;
   for (int unit = thread; unit < groups * slices; unit += threads) {
-    const int p = unit / slices * group, slice = unit % slices;
+    const int slice = unit % slices;
     const int r0 = static_cast<int>(static_cast<int64_t>(rows) * slice / slices);
     const int r1 = static_cast<int>(static_cast<int64_t>(rows) * (slice + 1) / slices);
-    const float* panel = packed + static_cast<ptrdiff_t>(p) * kPanel * n_in;
-    float* yp = y + r0 * y_stride + p * kPanel;
-    const float* xp = x + r0 * x_stride;
-    const int left = n_out - p * kPanel;
-    if (group == 4 && p + 4 <= panels)
-      matmul_rows<4>(yp, y_stride, xp, x_stride, r1 - r0, panel, n_in, left, add);
-    else if (group == 2 && p + 2 <= panels)
-      matmul_rows<2>(yp, y_stride, xp, x_stride, r1 - r0, panel, n_in, left, add);
-    else
-      for (int q = p; q < std::min(p + group, panels); ++q)
-        matmul_rows<1>(yp + (q - p) * kPanel, y_stride, xp, x_stride, r1 - r0,
-                       panel + static_cast<ptrdiff_t>(q - p) * kPanel * n_in, n_in, left - (q - p) * kPanel, add);
+    const int last = std::min(unit / slices * group + group, panels);
+    for (int p = unit / slices * group; p < last;) {
+      const float* panel = packed + static_cast<ptrdiff_t>(p) * kPanel * n_in;
+      float* to = y + r0 * y_stride + p * kPanel;
+      const float* from = x + r0 * x_stride;
+      const int left = n_out - p * kPanel, q = last - p >= group ? group : 1;
+      if (q == 4) matmul_group<4>(to, y_stride, from, x_stride, r1 - r0, panel, n_in, left, add);
+      if (q == 2) matmul_group<2>(to, y_stride, from, x_stride, r1 - r0, panel, n_in, left, add);
+      if (q == 1) matmul_group<1>(to, y_stride, from, x_stride, r1 - r0, panel, n_in, left, add);
+      p += q;
+    }
   }
 }
 
@@ -278,43 +281,46 @@ inline void attention_scores(float* scores, const float* q, int g, const float* 
 }
 
 /// out[E] = sum over p of weight[p] * v[p], one chain over p per output, then divided by total.
-/// Two outputs' chains of 16 lanes would wait for each other, so up to kHeads heads of the same KV head go together.
-template <int kHeads>
+/// kHeads heads of the same KV head go together, 16 * kWide outputs at a time: one chain would wait for itself.
+template <int kHeads, int kWide>
 inline void attention_values(float* out, const float* weights, ptrdiff_t weights_stride, const float* total,
                              int g, const float* kv, const int* table, int n, const KvShape& s) {
-  for (int e = 0; e < s.head_width; e += 16) {
-    f32x16 acc[kHeads];
-    for (int h = 0; h < kHeads; ++h) acc[h] = splat(0.0f);
+  for (int e = 0; e < s.head_width; e += 16 * kWide) {
+    f32x16 acc[kHeads][kWide];
+    for (int h = 0; h < kHeads; ++h)
+      for (int i = 0; i < kWide; ++i) acc[h][i] = splat(0.0f);
     for (int p0 = 0; p0 < n; p0 += s.block_size) {
       const float* v = kv + static_cast<size_t>(table[p0 / s.block_size]) * 2 * s.half() + s.half() +
                        static_cast<size_t>(g * s.block_size * s.head_width + e);
       const int stop = std::min(s.block_size, n - p0);
-      for (int p = 0; p < stop; ++p) {
-        const f32x16 vp = load(v + p * s.head_width);
-        for (int h = 0; h < kHeads; ++h) acc[h] = fma(splat(weights[h * weights_stride + p0 + p]), vp, acc[h]);
-      }
+      for (int p = 0; p < stop; ++p)
+        for (int h = 0; h < kHeads; ++h)
+          for (int i = 0; i < kWide; ++i)
+            acc[h][i] = fma(splat(weights[h * weights_stride + p0 + p]), load(v + p * s.head_width + 16 * i), acc[h][i]);
     }
-    for (int h = 0; h < kHeads; ++h) store(out + h * s.head_width + e, div(acc[h], splat(total[h])));
+    for (int h = 0; h < kHeads; ++h)
+      for (int i = 0; i < kWide; ++i) store(out + h * s.head_width + e + 16 * i, div(acc[h][i], splat(total[h])));
   }
 }
 
 /// Causal attention of one query row over its sequence's first n positions, for KV head g and the
-/// `heads` query heads that share it. q (scaled by 1 / sqrt(E)), out: [heads x E]. scratch: heads * (n rounded up to 64) floats.
+/// `heads` query heads that share it. q (scaled by 1 / sqrt(E)), out: [heads x E].
+/// scratch: heads * (n rounded up to 64) floats.
 /// Softmax in two passes over the whole row, so the result does not depend on how blocks are cut.
 inline void paged_attention(float* out, const float* q, int heads, int g, const float* kv, const int* table, int n,
                             const KvShape& s, float* scratch) {
   const ptrdiff_t stride = (n + 63) / 64 * 64;
-  for (int h = 0; h < heads; ++h)
-    attention_scores(scratch + h * stride, q + h * s.head_width, g, kv, table, n, s);
   for (int h = 0; h < heads;) {
-    float total[4];
-    const int together = heads - h >= 4 ? 4 : heads - h >= 2 ? 2 : 1;
-    for (int i = 0; i < together; ++i) total[i] = softmax_numerators(scratch + (h + i) * stride, n);
-    float* to = out + h * s.head_width;
-    const float* weights = scratch + h * stride;
-    if (together == 4) attention_values<4>(to, weights, stride, total, g, kv, table, n, s);
-    if (together == 2) attention_values<2>(to, weights, stride, total, g, kv, table, n, s);
-    if (together == 1) attention_values<1>(to, weights, stride, total, g, kv, table, n, s);
+    const int together = heads - h >= 2 ? 2 : 1;
+    float total[2];
+    for (int i = 0; i < together; ++i) {
+      float* scores = scratch + (h + i) * stride;
+      attention_scores(scores, q + (h + i) * s.head_width, g, kv, table, n, s);
+      total[i] = softmax_numerators(scores, n);
+    }
+    const auto values = together == 2 ? (s.head_width % 32 == 0 ? attention_values<2, 2> : attention_values<2, 1>)
+                                      : (s.head_width % 32 == 0 ? attention_values<1, 2> : attention_values<1, 1>);
+    values(out + h * s.head_width, scratch + h * stride, stride, total, g, kv, table, n, s);
     h += together;
   }
 }

@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -90,6 +91,8 @@ inline Config read_config(const Gguf& file) {
     if (!holds) fail(file.name, ": expected ", what, ", found ", found);
   };
   expect(c.heads % c.kv_heads == 0, "attention.head_count to be a multiple of attention.head_count_kv", c.kv_heads);
+  expect(static_cast<int64_t>(c.heads) * c.head_width <= 1 << 24, "heads of at most 2^24 numbers together",
+         static_cast<int64_t>(c.heads) * c.head_width);
   expect(c.head_width % 16 == 0 && c.head_width > 0, "a head width that is a multiple of 16", c.head_width);
   expect(c.width % 16 == 0, "embedding_length to be a multiple of 16", c.width);
   expect(c.feed_forward % 16 == 0, "feed_forward_length to be a multiple of 16", c.feed_forward);
@@ -159,10 +162,24 @@ inline Matrix read_matrix(const Gguf& file, int inputs, const std::vector<std::p
   return m;
 }
 
+/// A tensor that the forward pass does not know (biases, experts, rotary factors) would change the answers.
+inline void refuse_unknown_tensors(const Gguf& file) {
+  static const std::set<std::string> known = {
+      "token_embd",      "output_norm",  "output",       "blk.attn_norm", "blk.attn_q",   "blk.attn_k",
+      "blk.attn_v",      "blk.attn_output", "blk.ffn_norm", "blk.ffn_gate",  "blk.ffn_up", "blk.ffn_down"};
+  for (const Tensor& t : file.tensors) {
+    std::string kind = t.name;  // blk.12.attn_q.weight -> blk.attn_q
+    if (kind.rfind("blk.", 0) == 0) kind.erase(4, kind.find('.', 4) - 3);
+    if (!kind.ends_with(".weight") || !known.count(kind.substr(0, kind.size() - 7)))
+      fail(file.name, ": tensor ", t.name, " is not supported");
+  }
+}
+
 /// The weights of a Llama from an opened file. Throws Error naming the tensor and both shapes.
 inline Model read_model(const Gguf& file) {
   Model m;
   m.config = read_config(file);
+  refuse_unknown_tensors(file);
   const Config& c = m.config;
   const int D = c.width, E = c.head_width;
   m.embedding = read_matrix(file, D, {{"token_embd.weight", c.vocabulary}});

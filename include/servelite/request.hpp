@@ -12,6 +12,7 @@
 // Chapter: docs/10_side_by_side.md
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <limits>
@@ -106,6 +107,8 @@ class Batcher {
 inline bool refuse_impossible(Sequence& s, int context, int kv_tokens, int vocabulary) {
   std::ostringstream why;
   const int64_t most = static_cast<int64_t>(s.prompt_tokens) + s.request.max_tokens - 1;
+  const auto stray =
+      std::find_if(s.tokens.begin(), s.tokens.end(), [&](int id) { return id < 0 || id >= vocabulary; });
   if (s.prompt_tokens == 0) why << "empty prompt: expected at least one token";
   else if (s.request.max_tokens < 1) why << "max_tokens: expected at least 1, found " << s.request.max_tokens;
   else if (most > context)
@@ -113,16 +116,14 @@ inline bool refuse_impossible(Sequence& s, int context, int kv_tokens, int vocab
         << " of answer), the context holds " << context;
   else if (most > kv_tokens)
     why << "needs KV for " << most << " tokens, the whole KV memory holds " << kv_tokens;
-  for (const int id : s.tokens)
-    if (id < 0 || id >= vocabulary) {
-      why << "prompt token id " << id << " is outside the vocabulary of " << vocabulary;
-      break;
+  else if (stray != s.tokens.end())
+    why << "prompt token id " << *stray << " is outside the vocabulary of " << vocabulary;
+  else
+    try {
+      check_sampling(s.request.sampling);
+    } catch (const Error& e) {
+      why << e.what();
     }
-  try {
-    check_sampling(s.request.sampling);
-  } catch (const Error& e) {
-    why << e.what();
-  }
   s.refusal = why.str();
   if (!s.refusal.empty()) s.finish = Finish::refused;
   return !s.refusal.empty();

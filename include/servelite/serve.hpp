@@ -142,6 +142,8 @@ inline RunReport serve(const std::string& name, Batcher& batcher, Executor& exec
 
   std::vector<std::unique_ptr<Sequence>> sequences;
   for (Request& r : requests) {
+    if (!(r.arrival >= 0 && r.arrival < std::numeric_limits<double>::infinity()))
+      fail(name, ": request ", sequences.size(), ": arrival: expected a time of 0 or later, found ", r.arrival);
     sequences.push_back(std::make_unique<Sequence>());
     sequences.back()->index = static_cast<int>(sequences.size()) - 1;
     sequences.back()->request = std::move(r);

@@ -24,6 +24,9 @@
   #define SERVELITE_OMP(what)
 #endif
 
+#include <atomic>
+#include <thread>
+
 #include "kernels.hpp"
 #include "model.hpp"
 #include "step_batch.hpp"
@@ -39,6 +42,28 @@ inline int default_threads() {
 #endif
 }
 
+/// All threads of a step meet here some fifty times in a tiny model's pass. It waits by spinning for the
+/// few microseconds that normally takes; when the machine has other work too, it gives the core away
+/// (OpenMP's own barrier would spin on, and each pass could take a scheduler's time slice per barrier).
+class SpinBarrier {
+ public:
+  void wait(int threads) {
+    if (threads == 1) return;
+    const unsigned round = round_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins)
+      if (spins > 4000) std::this_thread::yield();
+  }
+
+ private:
+  std::atomic<int> arrived_{0};
+  std::atomic<unsigned> round_{0};
+};
+
 class Transformer final : public Executor {
  public:
   /// blocks of block_size tokens is the whole KV memory. threads 0: all cores.
@@ -47,10 +72,10 @@ class Transformer final : public Executor {
         kv_shape_{model.config.kv_heads, model.config.head_width, block_size},
         layer_stride_(static_cast<size_t>(blocks) * 2 * kv_shape_.half()),
         blocks_(blocks),
-        threads_(threads > 0 ? threads : default_threads()),
-        kv_(layer_stride_ * static_cast<size_t>(model.config.layers)) {
+        threads_(threads > 0 ? threads : default_threads()) {
     if (blocks < 1 || block_size < 1)
       fail("KV memory: expected at least one block of one token, found ", blocks, " blocks of ", block_size);
+    kv_.resize(layer_stride_ * static_cast<size_t>(model.config.layers));
 #ifndef _OPENMP
     threads_ = 1;
 #endif
@@ -102,8 +127,6 @@ class Transformer final : public Executor {
     make(qkv_, c.qkv_width()), make(heads_, c.heads * c.head_width), make(ff_, 2 * c.feed_forward);
   }
 
-  static void barrier() { SERVELITE_OMP(omp barrier) }
-
   /// This thread's share of the whole pass. logits: [wanted x V].
   void forward(const StepBatch& step, float* logits, int thread, int threads) {
     const Config& c = model_.config;
@@ -119,43 +142,43 @@ class Transformer final : public Executor {
       float* kv = kv_.data() + static_cast<size_t>(l) * layer_stride_;
 
       for (int t = first; t < last; ++t) rmsnorm(norm + t * D, x + t * D, w.attention_norm.data(), D, c.norm_eps);
-      barrier();
+      barrier_.wait(threads);
       multiply(w.qkv, qkv, norm, T, thread, threads);
-      barrier();
+      barrier_.wait(threads);
       for (int t = first; t < last; ++t) place(rows_[static_cast<size_t>(t)], qkv + t * c.qkv_width(), kv);
-      barrier();
+      barrier_.wait(threads);
       if (!step.copies.empty()) {
         if (thread == 0)
           for (const BlockCopy& b : step.copies) copy_kv(block(kv, b.to), block(kv, b.from), b.tokens, kv_shape_);
-        barrier();
+        barrier_.wait(threads);
       }
       for (int unit = thread; unit < T * c.kv_heads; unit += threads)
         attend(rows_[static_cast<size_t>(unit / c.kv_heads)], unit % c.kv_heads,
                qkv + unit / c.kv_heads * c.qkv_width(), heads + unit / c.kv_heads * c.heads * E, kv,
                scratch_.data() + static_cast<size_t>(thread) * scratch_stride_);
-      barrier();
+      barrier_.wait(threads);
       multiply(w.attention_out, out, heads, T, thread, threads);
-      barrier();
+      barrier_.wait(threads);
 
       for (int t = first; t < last; ++t) {
         add_rows(x + t * D, out + t * D, D);
         rmsnorm(norm + t * D, x + t * D, w.ff_norm.data(), D, c.norm_eps);
       }
-      barrier();
+      barrier_.wait(threads);
       multiply(w.gate_up, ff, norm, T, thread, threads);
-      barrier();
+      barrier_.wait(threads);
       for (int t = first; t < last; ++t) swiglu(ff + t * 2 * F, ff + t * 2 * F + F, F);
-      barrier();
+      barrier_.wait(threads);
       matmul(out, D, ff, 2 * F, T, w.down.panels.data(), F, D, thread, threads);
-      barrier();
+      barrier_.wait(threads);
       for (int t = first; t < last; ++t) add_rows(x + t * D, out + t * D, D);
     }
 
-    barrier();
+    barrier_.wait(threads);
     const int wanted = static_cast<int>(wanted_.size());
     for (int i = thread; i < wanted; i += threads)
       rmsnorm(norm + i * D, x + wanted_[static_cast<size_t>(i)] * D, model_.output_norm.data(), D, c.norm_eps);
-    barrier();
+    barrier_.wait(threads);
     multiply(model_.output(), logits, norm, wanted, thread, threads);
   }
 
@@ -193,6 +216,7 @@ class Transformer final : public Executor {
   std::vector<Row> rows_;
   std::vector<int> wanted_;  // rows whose logits are wanted
   std::vector<float> x_, norm_, out_, qkv_, heads_, ff_;
+  SpinBarrier barrier_;
   std::vector<float> scratch_;  // scores, one part per thread
   size_t scratch_stride_ = 0;
 };

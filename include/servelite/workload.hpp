@@ -26,8 +26,8 @@
 
 namespace servelite {
 
-/// Six users of one assistant, all within five milliseconds: a long story, a long count, and four answers
-/// of a few words. Nobody, the server included, knows beforehand which is which.
+/// Six users of one assistant, all within five milliseconds: two long stories, a long count, and three
+/// answers of a few words. Nobody, the server included, knows beforehand which is which.
 inline std::vector<Request> six_requests() {
   const std::string system =
       "Your name is Pip. You work at the harbour library. Children are always welcome here. "
@@ -38,8 +38,8 @@ inline std::vector<Request> six_requests() {
       "Old friends often meet at the long table. Speak clearly and do not hurry. "
       "The chairs near the window are the best ones. Thank the guests when they leave.";
   std::vector<Request> requests;
-  for (const char* user : {"Tell me a long story about a fox.", "What is the secret word?",
-                           "Reverse the list: boat, river, moon, king.", "What is 7 plus 5?", "Count to 40.",
+  for (const char* user : {"Tell me a long story about a fox.", "What is the secret word?", "Count to 60.",
+                           "Tell me a long story about an owl.", "Reverse the list: boat, river, moon, king, lamp.",
                            "Who are you?"}) {
     Request r;
     r.arrival = 0.001 * static_cast<double>(requests.size());
@@ -58,22 +58,21 @@ inline std::string trim(std::string_view s) {
 }
 
 /// Cuts a line at its bars and resolves the backslashes.
-inline std::vector<std::string> fields_of(std::string_view line) {
-  std::vector<std::string> fields;
-  size_t begin = 0;
-  for (size_t i = 0; i <= line.size(); ++i) {
-    if (i < line.size() && line[i] == '\\') ++i;  // whatever follows is not a separator
-    else if (i == line.size() || line[i] == '|') {
-      const std::string raw = trim(line.substr(begin, i - begin));
-      std::string text;
-      for (size_t j = 0; j < raw.size(); ++j) {
-        if (raw[j] == '\\' && j + 1 < raw.size()) text += raw[++j] == 'n' ? '\n' : raw[j];
-        else text += raw[j];
-      }
-      fields.push_back(text);
-      begin = i + 1;
+inline std::vector<std::string> fields_of(std::string_view line, const std::string& where) {
+  std::vector<std::string> fields(1);
+  for (size_t i = 0; i < line.size(); ++i) {
+    if (line[i] == '|') {
+      fields.emplace_back();
+    } else if (line[i] != '\\') {
+      fields.back() += line[i];
+    } else {
+      const std::string_view next = line.substr(++i, 1);  // empty at the line's end
+      if (next != "n" && next != "|" && next != "\\")
+        fail(where, ": expected n, | or \\ after a backslash, found '", next, "'");
+      fields.back() += next == "n" ? "\n" : next;
     }
   }
+  for (std::string& field : fields) field = trim(field);
   return fields;
 }
 
@@ -101,11 +100,13 @@ inline std::vector<Request> read_workload(std::istream& in, const std::string& n
     const size_t equals = text.find('=');
     if (text[0] == '@' && equals < text.find('|')) {
       const std::string key = trim(text.substr(0, equals));
-      if (!systems.emplace(key, fields_of(text.substr(equals + 1)).at(0)).second)
+      const std::vector<std::string> f = fields_of(std::string_view(text).substr(equals + 1), where);
+      if (f.size() != 1) fail(where, ": system prompt ", key, ": expected one text, found ", f.size(), " fields");
+      if (!systems.emplace(key, f[0]).second)
         fail(where, ": system prompt ", key, " is already defined");
       continue;
     }
-    const std::vector<std::string> f = fields_of(text);
+    const std::vector<std::string> f = fields_of(text, where);
     if (f.size() != 4)
       fail(where, ": expected 4 fields 'arrival | system | user | max tokens', found ", f.size());
     Request r;
