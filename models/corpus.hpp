@@ -276,7 +276,8 @@ inline Persona make_persona(Rng& rng, const Options& options = {}) {
   if (p.rule == Rule::first_word) p.rule_word = pick(rng, kFirstWords);
   if (p.rule == Rule::last_word) p.rule_word = pick(rng, kLastWords);
   // The smaller of two draws: most prompts are short, for long ones cost training time.
-  const int a = rng.between(options.min_system, options.max_system), b = rng.between(options.min_system, options.max_system);
+  const int a = rng.between(options.min_system, options.max_system),
+            b = rng.between(options.min_system, options.max_system);
   p.system = write_system(rng, p, a < b ? a : b);
   return p;
 }

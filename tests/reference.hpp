@@ -29,8 +29,8 @@ using Row = std::vector<double>;
 using Rows = std::vector<Row>;  // a matrix [outputs x inputs], or one row per position
 
 struct ReferenceLayer {
-  Row attention_norm, ff_norm;          // [D]
-  Rows q, k, v, out, gate, up, down;    // [HE x D] [GE x D] [GE x D] [D x HE] [F x D] [F x D] [D x F]
+  Row attention_norm, ff_norm;        // [D]
+  Rows q, k, v, out, gate, up, down;  // [HE x D] [GE x D] [GE x D] [D x HE] [F x D] [F x D] [D x F]
 };
 
 struct ReferenceLlama {
@@ -122,14 +122,17 @@ inline Rows reference_logits(const ReferenceLlama& m, const std::vector<int>& to
 }
 
 inline ReferenceLlama reference_from(const Gguf& file) {
-  const auto number = [&](const char* key) { return static_cast<int>(file.get_u32(std::string("llama.") + key)); };
+  const auto number = [&](const char* key) {
+    return static_cast<int>(file.get_u32(std::string("llama.") + key));
+  };
   const auto matrix = [&](const std::string& name) {
     const Tensor& t = file.tensor(name + ".weight");
     std::vector<float> plain(t.elements());
     dequantize(t, plain.data());
     Rows rows;
     for (size_t at = 0; at < plain.size(); at += t.dims[0])
-      rows.emplace_back(plain.begin() + static_cast<ptrdiff_t>(at), plain.begin() + static_cast<ptrdiff_t>(at + t.dims[0]));
+      rows.emplace_back(plain.begin() + static_cast<ptrdiff_t>(at),
+                        plain.begin() + static_cast<ptrdiff_t>(at + t.dims[0]));
     return rows;
   };
   ReferenceLlama m;
@@ -183,14 +186,16 @@ struct Parts {
 
 /// 0 <unk>, 1 <s>, 2 </s>, 3 to 5 the roles, 6 <|end|>, then the 256 bytes, then words nobody says.
 inline void add_vocabulary(Metadata& metadata, int size) {
-  std::vector<std::string> tokens = {"<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"};
+  std::vector<std::string> tokens = {"<unk>",    "<s>",           "</s>",   "<|system|>",
+                                     "<|user|>", "<|assistant|>", "<|end|>"};
   std::vector<int32_t> types = {2, 3, 3, 3, 3, 3, 3};
   const char* digits = "0123456789ABCDEF";
   for (int b = 0; b < 256; ++b) {
     tokens.push_back(std::string("<0x") + digits[b / 16] + digits[b % 16] + ">");
     types.push_back(6);
   }
-  while (static_cast<int>(tokens.size()) < size) tokens.push_back("word" + std::to_string(tokens.size())), types.push_back(1);
+  while (static_cast<int>(tokens.size()) < size)
+    tokens.push_back("word" + std::to_string(tokens.size())), types.push_back(1);
   metadata.emplace_back("tokenizer.ggml.model", std::string("llama"));
   metadata.emplace_back("tokenizer.ggml.scores", std::vector<float>(tokens.size(), 0.0f));
   metadata.emplace_back("tokenizer.ggml.tokens", std::move(tokens));
@@ -248,7 +253,8 @@ inline Parts random_model(const Shape& s) {
 /// The file's bytes, through the library's own writer.
 inline std::vector<std::byte> bytes_of(const Parts& parts) {
   std::vector<Tensor> tensors;
-  for (const Parts::Plain& t : parts.tensors) tensors.push_back(make_tensor(t.name, DType::f32, t.dims, t.values.data()));
+  for (const Parts::Plain& t : parts.tensors)
+    tensors.push_back(make_tensor(t.name, DType::f32, t.dims, t.values.data()));
   return gguf_bytes(parts.metadata, tensors, "test.gguf");
 }
 

@@ -28,7 +28,8 @@ inline constexpr int kVocabulary = 50, kEos = 2;
 /// The token that follows these: about one time in 24 the end, else anything but the end.
 inline int next_token(std::span<const int> tokens) {
   uint64_t h = 12345;
-  for (const int t : tokens) h = (h + static_cast<uint64_t>(t) + 1) * 6364136223846793005ull + 1442695040888963407ull;
+  for (const int t : tokens)
+    h = (h + static_cast<uint64_t>(t) + 1) * 6364136223846793005ull + 1442695040888963407ull;
   h ^= h >> 33;
   return h % 24 == 0 ? kEos : 3 + static_cast<int>(h / 24 % (kVocabulary - 3));
 }
@@ -73,7 +74,8 @@ class ScriptedExecutor final : public Executor {
     ++steps;
     rows += step.rows();
     for (const Span& s : step.spans)
-      for (size_t i = 0; i < s.tokens.size(); ++i) slots_[slot(s, s.first_position + static_cast<int>(i))] = s.tokens[i];
+      for (size_t i = 0; i < s.tokens.size(); ++i)
+        slots_[slot(s, s.first_position + static_cast<int>(i))] = s.tokens[i];
     for (const BlockCopy& c : step.copies)
       for (int i = 0; i < c.tokens; ++i) slots_[slot(c.to, i)] = slots_[slot(c.from, i)];
     logits.clear();

@@ -281,7 +281,8 @@ TEST_CASE("continuous batcher: unique tokens are computed once") {
         requests[i].prompt.push_back(static_cast<int>(i));  // so that none is a prefix of another
         prompts.push_back(requests[i].prompt);
       }
-      const Served served = serve_continuous(requests, 12 * ((112 + P - 1) / P), P, {1 + static_cast<int>(seed % 8)});
+      const Served served =
+          serve_continuous(requests, 12 * ((112 + P - 1) / P), P, {1 + static_cast<int>(seed % 8)});
       const Summary s = summarize(served.report);
       CHECK(s.prefill_computed == unique_prefix_tokens(prompts));
       CHECK(s.rows_recomputed == 0);
@@ -295,7 +296,7 @@ TEST_CASE("continuous batcher: strict order: the head of the queue lets nobody p
   BlockPool pool(8, 4);
   ContinuousBatcher batcher(pool, {32, kVocabulary, kEos}, {8});
   Hand hand{batcher};
-  Sequence& a = hand.submit(ids(13, 3), 4);    // 16 positions: 4 blocks to its end
+  Sequence& a = hand.submit(ids(13, 3), 4);  // 16 positions: 4 blocks to its end
   hand.step(30);
   Sequence& b = hand.submit(ids(24, 20), 2);  // 6 blocks, 4 are left
   for (int i = 0; i < 3; ++i) hand.submit(ids(2, 44 + i), 1);
@@ -328,18 +329,21 @@ TEST_CASE("continuous batcher: what exceeds the whole memory is refused, not wai
   };
   CHECK(serve_two(1599, 2).empty());
   CHECK(serve_two(1600, 1).empty());
-  CHECK(serve_two(1601, 1).find("needs KV for 1601 tokens, the whole KV memory holds 1600") != std::string::npos);
+  CHECK(serve_two(1601, 1).find("needs KV for 1601 tokens, the whole KV memory holds 1600") !=
+        std::string::npos);
   CHECK(serve_two(1600, 2).find("1601") != std::string::npos);
   CHECK(serve_two(2000, 1).find("2000") != std::string::npos);
   CHECK(serve_two(1500, 200).find("1699") != std::string::npos);
   CHECK(serve_two(4000, 98).find("4097 positions") != std::string::npos);
 }
 
-TEST_CASE("continuous batcher: refused requests disturb nobody (vLLM 7632: one empty prompt kills the engine)") {
+TEST_CASE(
+    "continuous batcher: refused requests disturb nobody (vLLM 7632: one empty prompt kills the engine)") {
   std::vector<Request> good = {request(ids(9), 30), request(ids(5, 30), 30), request(ids(9), 10, 0.004)};
   const auto expected = answers_of(good);
-  Request empty = request({}, 5, 0.002), nothing = request(ids(3), 0, 0.002), stray = request({3, -7}, 5, 0.002),
-          hot = request(ids(3), 5, 0.002), large = request(Ints(100, 5), 14, 0.002);
+  Request empty = request({}, 5, 0.002), nothing = request(ids(3), 0, 0.002),
+          stray = request({3, -7}, 5, 0.002), hot = request(ids(3), 5, 0.002),
+          large = request(Ints(100, 5), 14, 0.002);
   hot.sampling.top_p = 2;
   for (const Request& bad : {empty, nothing, stray, hot, large}) {
     std::vector<Request> requests = good;
@@ -385,7 +389,8 @@ TEST_CASE("continuous batcher: a seeded answer depends on nobody else (vLLM 5122
       }
 }
 
-TEST_CASE("continuous batcher: answers are those of a direct loop, with all switches, seats, blocks and pools") {
+TEST_CASE(
+    "continuous batcher: answers are those of a direct loop, with all switches, seats, blocks and pools") {
   int preemptions[8] = {}, runs = 0;
   long long evictions = 0;
   for (int seats = 1; seats <= 8; ++seats)

@@ -21,7 +21,8 @@ using Ints = std::vector<int>;
 int64_t naive_unique(const std::vector<Ints>& prompts) {
   std::set<Ints> prefixes;
   for (const Ints& p : prompts)
-    for (size_t n = 1; n <= p.size(); ++n) prefixes.insert(Ints(p.begin(), p.begin() + static_cast<ptrdiff_t>(n)));
+    for (size_t n = 1; n <= p.size(); ++n)
+      prefixes.insert(Ints(p.begin(), p.begin() + static_cast<ptrdiff_t>(n)));
   return static_cast<int64_t>(prefixes.size());
 }
 
@@ -73,7 +74,8 @@ TEST_CASE("metrics: a report written by hand") {
   RequestRecord &a = run.requests[0], &b = run.requests[1], &refused = run.requests[2];
   a.arrival = 1.0, a.first_scheduled = 1.5, a.prompt = {1, 2, 3}, a.out_at = {2.0, 2.25, 2.75, 3.0};
   a.finish = Finish::length, a.prepare = 0.25;
-  b.arrival = 2.0, b.first_scheduled = 2.0, b.prompt = {1, 2}, b.out_at = {5.0};  // one token: no TPOT, no gap
+  b.arrival = 2.0, b.first_scheduled = 2.0, b.prompt = {1, 2},
+  b.out_at = {5.0};  // one token: no TPOT, no gap
   b.finish = Finish::eos, b.prepare = 0.5;
   refused.arrival = 2.5, refused.finish = Finish::refused;
 

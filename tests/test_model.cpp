@@ -72,7 +72,8 @@ TEST_CASE("model: configuration and weights are those of the file") {
     std::vector<float> row(inputs);
     for (size_t o = 0; o < outputs; ++o) {
       matrix.row(first + static_cast<int>(o), row.data());
-      if (!std::equal(row.begin(), row.end(), t.values.begin() + static_cast<ptrdiff_t>(o * inputs))) return false;
+      if (!std::equal(row.begin(), row.end(), t.values.begin() + static_cast<ptrdiff_t>(o * inputs)))
+        return false;
     }
     return true;
   };
@@ -120,10 +121,12 @@ TEST_CASE("model: what may be left out") {
 TEST_CASE("model: from a file on disk, with its tokenizer") {
   const auto ticks = std::chrono::steady_clock::now().time_since_epoch().count();  // a name of its own
   const std::string path =
-      (std::filesystem::temp_directory_path() / ("servelite_test_model_" + std::to_string(ticks) + ".gguf")).string();
+      (std::filesystem::temp_directory_path() / ("servelite_test_model_" + std::to_string(ticks) + ".gguf"))
+          .string();
   Parts parts = random_model({});
   std::vector<Tensor> tensors;
-  for (const Parts::Plain& t : parts.tensors) tensors.push_back(make_tensor(t.name, DType::f32, t.dims, t.values.data()));
+  for (const Parts::Plain& t : parts.tensors)
+    tensors.push_back(make_tensor(t.name, DType::f32, t.dims, t.values.data()));
   write_gguf(path, parts.metadata, tensors);
   const LoadedModel loaded = load_model(path);
   std::filesystem::remove(path);
@@ -160,7 +163,8 @@ TEST_CASE("model: every wrong shape is named, with both shapes") {
     Parts::Plain& longer = parts.tensor(t.name);
     longer.dims.back() += 1;
     longer.values.resize(longer.values.size() + longer.dims[0]);
-    check_says(parts, t.name, "expected [" + std::to_string(t.dims[0]), "found [" + std::to_string(longer.dims[0]));
+    check_says(parts, t.name, "expected [" + std::to_string(t.dims[0]),
+               "found [" + std::to_string(longer.dims[0]));
     Parts deeper = good;
     deeper.tensor(t.name).dims.resize(3, 1);
     deeper.tensor(t.name).dims[2] = 2;
@@ -173,7 +177,8 @@ TEST_CASE("model: every wrong shape is named, with both shapes") {
 }
 
 TEST_CASE("model: weights that are no numbers are refused") {
-  for (const float bad : {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(), std::nanf("")}) {
+  for (const float bad :
+       {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(), std::nanf("")}) {
     Parts parts = random_model({});
     parts.tensor("blk.1.attn_v.weight").values.back() = bad;
     check_says(parts, "blk.1.attn_v.weight", "finite");
@@ -187,11 +192,15 @@ TEST_CASE("model: configurations that this code does not compute are refused, no
     parts.metadata.emplace_back(key, std::move(value));
     return parts;
   };
-  check_says(with("general.architecture", std::string("gpt2")), "general.architecture", "\"llama\"", "\"gpt2\"");
-  check_says(with("llama.rope.scaling.type", std::string("linear")), "llama.rope.scaling.type", "not supported");
-  check_says(with("llama.attention.value_length", uint32_t{32}), "llama.attention.value_length", "not supported");
+  check_says(with("general.architecture", std::string("gpt2")), "general.architecture", "\"llama\"",
+             "\"gpt2\"");
+  check_says(with("llama.rope.scaling.type", std::string("linear")), "llama.rope.scaling.type",
+             "not supported");
+  check_says(with("llama.attention.value_length", uint32_t{32}), "llama.attention.value_length",
+             "not supported");
   check_says(with("llama.rope.dimension_count", uint32_t{8}), "rope.dimension_count", "found 8");
-  check_says(with("llama.attention.head_count_kv", uint32_t{3}), "multiple of attention.head_count_kv", "found 3");
+  check_says(with("llama.attention.head_count_kv", uint32_t{3}), "multiple of attention.head_count_kv",
+             "found 3");
   check_says(with("llama.attention.key_length", uint32_t{8}), "multiple of 16", "found 8");
   check_says(with("llama.embedding_length", uint32_t{40}), "embedding_length", "found 40");
   check_says(with("llama.feed_forward_length", uint32_t{50}), "feed_forward_length", "found 50");
@@ -225,5 +234,6 @@ TEST_CASE("model: vocabularies that make no sense are refused") {
   check_says(with("eos_token_id", uint32_t{4000000000}), "eos_token_id", "4000000000");
   check_says(with("eos_token_id", int32_t{-1}), "eos_token_id");
   check_says(with("token_type", std::vector<int32_t>(263, 7)), "token_type", "1 to 6, found 7");
-  check_says(with("tokens", std::vector<std::string>{"a", "b"}), "token_embd.weight", "[32 x 2]", "[32 x 263");
+  check_says(with("tokens", std::vector<std::string>{"a", "b"}), "token_embd.weight", "[32 x 2]",
+             "[32 x 263");
 }

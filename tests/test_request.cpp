@@ -18,7 +18,8 @@ Sequence sequence(std::vector<int> prompt, int max_tokens) {
   return s;
 }
 
-/// The refusal of a request in a context of 20, KV memory of 16 tokens and a vocabulary of 10; "" if there is none.
+/// The refusal of a request in a context of 20, KV memory of 16 tokens and a vocabulary of 10; "" if there is
+/// none.
 std::string refusal(Sequence s) {
   const bool refused = refuse_impossible(s, 20, 16, 10);
   CHECK(refused == (s.finish == Finish::refused));
@@ -48,7 +49,8 @@ TEST_CASE("request: the newest token is known; the answer ends at eos or at its 
   CHECK(limited.finish == Finish::eos);
   accept_token(s, 5, 9), accept_token(s, 5, 9);
   CHECK(s.finish == Finish::length);
-  for (const Finish f : {Finish::none, Finish::eos, Finish::length, Finish::refused}) CHECK(name_of(f) != std::string("?"));
+  for (const Finish f : {Finish::none, Finish::eos, Finish::length, Finish::refused})
+    CHECK(name_of(f) != std::string("?"));
 }
 
 TEST_CASE("request: refusals say what was expected and what was found") {

@@ -77,7 +77,8 @@ RunReport run_continuous(const SmallModel& m, const std::vector<Request>& reques
   ManualClock clock;
   Transformer transformer(m.model, pool.size(), s.block_size, s.threads);
   Observed executor(transformer, clock);
-  ContinuousBatcher batcher(pool, {m.model.config.context, m.model.config.vocabulary, m.tokenizer.eos()}, options);
+  ContinuousBatcher batcher(pool, {m.model.config.context, m.model.config.vocabulary, m.tokenizer.eos()},
+                            options);
   RunReport run = serve("continuous", batcher, executor, requests, {&m.tokenizer, &clock});
   batcher.cache().check();
   CHECK(pool.referenced_blocks() == 0);
@@ -89,7 +90,8 @@ bool same_answers(const RunReport& a, const RunReport& b) {
   if (a.requests.size() != b.requests.size()) return false;
   for (size_t i = 0; i < a.requests.size(); ++i) {
     const RequestRecord &x = a.requests[i], &y = b.requests[i];
-    if (x.output != y.output || x.logits_hash != y.logits_hash || x.finish != y.finish || x.text != y.text) return false;
+    if (x.output != y.output || x.logits_hash != y.logits_hash || x.finish != y.finish || x.text != y.text)
+      return false;
     if (x.logits_hash.size() != x.output.size() || x.output.empty()) return false;
   }
   return true;
@@ -97,14 +99,15 @@ bool same_answers(const RunReport& a, const RunReport& b) {
 
 }  // namespace
 
-TEST_CASE("serve: serial, static and continuous agree bit for bit, whatever seats, blocks, threads and switches") {
+TEST_CASE(
+    "serve: serial, static and continuous agree bit for bit, whatever seats, blocks, threads and switches") {
   const SmallModel m = small_model(76);
   std::mt19937 mix(1);
   int n = 0, sampled = 0, ended = 0, preempted = 0;
   for (unsigned seed = 0; seed < 4; ++seed) {
-    std::vector<Request> requests = random_requests(8, 50 + seed);
+    std::vector<Request> requests = random_requests(7, 50 + seed);
     for (Request& r : requests) {
-      r.max_tokens = 1 + r.max_tokens % 16;
+      r.max_tokens = 1 + r.max_tokens % 12;
       if (r.sampling.temperature > 0) ++sampled;
     }
     const RunReport serial = run_static(m, requests, {1, 16, 1, 0});
@@ -113,7 +116,7 @@ TEST_CASE("serve: serial, static and continuous agree bit for bit, whatever seat
     for (int seats = 1; seats <= 8; ++seats)
       for (const int P : {1, 4, 16, 64}) {
         if (mix() % 2) continue;  // each combination with about two of the four workloads
-        const int threads = mix() % 4 ? 1 : 2;
+        const int threads = mix() % 6 ? 1 : 2;
         const unsigned switches = static_cast<unsigned>(mix() % 8);
         const ContinuousOptions options{seats, (switches & 1) != 0, (switches & 2) != 0, (switches & 4) != 0};
         const int least = (76 + P - 1) / P, blocks = mix() % 3 == 0 ? least * seats : least + least / 4;
@@ -132,14 +135,16 @@ TEST_CASE("serve: serial, static and continuous agree bit for bit, whatever seat
   CHECK(n >= 56);
   CHECK(sampled >= 4);
   CHECK(ended >= 4);  // both ways to end occur
-  CHECK(ended < 32);
+  CHECK(ended < 24);
   CHECK(preempted >= 4);
 }
 
-TEST_CASE("serve: the six requests, through text and chat template, sharing computes the unique tokens exactly") {
+TEST_CASE(
+    "serve: the six requests, through text and chat template, sharing computes the unique tokens exactly") {
   const SmallModel m = small_model(500);
   std::vector<Request> requests = six_requests();
-  for (Request& r : requests) r.system.resize(240), r.max_tokens = 8;  // bytes are tokens here: a part will do
+  for (Request& r : requests)
+    r.system.resize(240), r.max_tokens = 8;  // bytes are tokens here: a part will do
   requests[2].sampling = {0.8f, 0, 1.0f, 0.0f, 5}, requests[4].sampling = {0.8f, 40, 0.9f, 0.0f, 6};
   const RunReport serial = run_static(m, requests, {1, 16, 1, 0});
   std::vector<Ints> prompts;
@@ -150,15 +155,18 @@ TEST_CASE("serve: the six requests, through text and chat template, sharing comp
     CHECK(serial.requests[i].text == m.tokenizer.decode(serial.requests[i].output));
   }
   CHECK(summarize(serial).prefill_unique == unique_prefix_tokens(prompts));
-  CHECK(summarize(serial).rows_recomputed == summarize(serial).prefill_computed - unique_prefix_tokens(prompts));
+  CHECK(summarize(serial).rows_recomputed ==
+        summarize(serial).prefill_computed - unique_prefix_tokens(prompts));
   CHECK(same_answers(serial, run_static(m, requests, {6, 64, 2, 0})));
-  for (const Setting s : {Setting{6, 16, 2, 160}, Setting{3, 1, 1, 2400}, Setting{8, 4, 1, 600}, Setting{2, 64, 2, 40}}) {
+  for (const Setting s :
+       {Setting{6, 16, 2, 160}, Setting{3, 1, 1, 2400}, Setting{8, 4, 1, 600}, Setting{2, 64, 2, 40}}) {
     const RunReport continuous = run_continuous(m, requests, s);
     CHECK(same_answers(serial, continuous));
     CHECK(summarize(continuous).prefill_computed == unique_prefix_tokens(prompts));
     CHECK(summarize(continuous).rows_recomputed == 0);
   }
-  CHECK(same_answers(serial, run_continuous(m, requests, {6, 16, 1, 32})));  // memory for just over one of them
+  CHECK(
+      same_answers(serial, run_continuous(m, requests, {6, 16, 1, 32})));  // memory for just over one of them
 }
 
 TEST_CASE("serve: the logits that answers were sampled from are the reference's") {
@@ -281,7 +289,8 @@ TEST_CASE("serve: arrivals that are no time, and a batcher that never schedules"
   for (const double bad : {-1.0, std::numeric_limits<double>::infinity(), std::nan("")}) {
     std::vector<Request> requests = random_requests(3, 1);
     requests[1].arrival = bad;
-    CHECK_THROWS_WITH_AS(serve("run", batcher, executor, requests), doctest::Contains("run: request 1: arrival"), Error);
+    CHECK_THROWS_WITH_AS(serve("run", batcher, executor, requests),
+                         doctest::Contains("run: request 1: arrival"), Error);
   }
   struct Idle final : Batcher {
     void submit(Sequence& s, double) override { queue.push_back(&s); }

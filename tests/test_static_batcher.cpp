@@ -180,14 +180,15 @@ TEST_CASE("static batcher: answers are those of a direct loop, whatever seats, b
         CAPTURE(P);
         CAPTURE(gap);
         const auto requests = random_requests(15, static_cast<unsigned>(seats * 100 + P), gap);
-        CHECK(outputs_of(serve_static(requests, seats, P, {1, 0.005, seats % 2 == 0})) == answers_of(requests));
+        CHECK(outputs_of(serve_static(requests, seats, P, {1, 0.005, seats % 2 == 0})) ==
+              answers_of(requests));
       }
 }
 
 TEST_CASE("static batcher: refused requests disturb nobody (vLLM 7632: one empty prompt kills the engine)") {
   std::vector<Request> requests = random_requests(9, 5, 0);
   const auto expected = answers_of(requests);
-  requests[4].prompt.clear();       // in the middle of a batch
+  requests[4].prompt.clear();  // in the middle of a batch
   requests[2].max_tokens = 0;
   requests[6].prompt = {kVocabulary};
   requests[7].prompt.assign(90, 3), requests[7].max_tokens = 12;  // 101 positions
@@ -214,6 +215,7 @@ TEST_CASE("static batcher: what cannot work is said at once") {
   BlockPool pool(5, 4);
   CHECK_THROWS_WITH_AS(StaticBatcher(pool, {21, 50, 2}, {1, 0.02, false}),
                        doctest::Contains("one full context of 21 tokens, found 20 tokens"), Error);
-  CHECK_THROWS_WITH_AS(StaticBatcher(pool, {20, 50, 2}, {0, 0.02, false}), doctest::Contains("found 0"), Error);
+  CHECK_THROWS_WITH_AS(StaticBatcher(pool, {20, 50, 2}, {0, 0.02, false}), doctest::Contains("found 0"),
+                       Error);
   CHECK(pool.free_blocks() == 5);
 }

@@ -65,7 +65,8 @@ Logits one_by_one(const Model& model, const Ints& tokens, int block_size = 16) {
   Ints table(static_cast<size_t>(blocks));
   std::iota(table.begin(), table.end(), 0);
   Logits logits;
-  for (int p = 0; p < n; ++p) logits.push_back(run(transformer, {{span_of(tokens, p, p + 1, table)}, {}}).at(0));
+  for (int p = 0; p < n; ++p)
+    logits.push_back(run(transformer, {{span_of(tokens, p, p + 1, table)}, {}}).at(0));
   return logits;
 }
 
@@ -232,7 +233,8 @@ TEST_CASE("transformer: padding behind a prompt changes nothing, the answer over
     padded.tokens.resize(39, 6), padded.padding = 14;
     CHECK(same_bits(run(transformer, {{padded}, {}}).at(0), expected[24]));
     for (int p = 25; p < 40; ++p)
-      CHECK(same_bits(run(transformer, {{span_of(tokens, p, p + 1, table)}, {}}).at(0), expected[static_cast<size_t>(p)]));
+      CHECK(same_bits(run(transformer, {{span_of(tokens, p, p + 1, table)}, {}}).at(0),
+                      expected[static_cast<size_t>(p)]));
   }
 }
 
@@ -257,10 +259,12 @@ TEST_CASE("transformer: blocks shared and copied within one step") {
       Ints table_b = own(1), table_c = own(2);
       std::copy_n(table_a.begin(), full, table_b.begin());
       std::copy_n(table_a.begin(), full, table_c.begin());
-      // With P = 4 positions 20..23 are one block, so C has 4 of them from B; else its 24 tokens lie in B's block.
+      // With P = 4 positions 20..23 are one block, so C has 4 of them from B; else its 24 tokens lie in B's
+      // block.
       const int copied_c = std::min(24 - full * P, P);
       Transformer transformer(model, 3 * each, P, threads);
-      const int n_a = static_cast<int>(a.size()), n_b = static_cast<int>(b.size()), n_c = static_cast<int>(c.size());
+      const int n_a = static_cast<int>(a.size()), n_b = static_cast<int>(b.size()),
+                n_c = static_cast<int>(c.size());
       StepBatch step;
       step.spans = {span_of(a, 0, n_a, table_a), span_of(b, 22, n_b, table_b),
                     span_of(c, full * P + copied_c, n_c, table_c)};

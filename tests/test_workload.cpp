@@ -76,13 +76,16 @@ TEST_CASE("workload: every bad line is named by its number") {
   CHECK(has(second("hello"), "found 1"));
   CHECK(has(second("0 | | hi \\| 1"), "found 3"));  // an escaped bar does not part
   CHECK(has(second("@pip"), "found 1"));
-  for (const std::string number : {"", "x", "-1", "nan", "inf", "1 2", "1s", "1e10", "1e999", "0x10", "1,5"}) {
+  for (const std::string number :
+       {"", "x", "-1", "nan", "inf", "1 2", "1s", "1e10", "1e999", "0x10", "1,5"}) {
     CAPTURE(number);
-    CHECK(has(second(number + " | | hi | 1"), "arrival: expected a number from 0 to 1e+09, found '" + number + "'"));
+    CHECK(has(second(number + " | | hi | 1"),
+              "arrival: expected a number from 0 to 1e+09, found '" + number + "'"));
   }
   for (const std::string number : {"", "x", "0", "-1", "1.5", "1048577", "99999999999", "1e3"}) {
     CAPTURE(number);
-    CHECK(has(second("0 | | hi | " + number), "max tokens: expected a number from 1 to 1048576, found '" + number + "'"));
+    CHECK(has(second("0 | | hi | " + number),
+              "max tokens: expected a number from 1 to 1048576, found '" + number + "'"));
   }
   CHECK(has(second("0 | | | 1"), "user: expected some text"));
   CHECK(has(second("0 | @pip | hi | 1"), "system prompt @pip is not defined above"));

@@ -84,13 +84,15 @@ inline Config read_config(const Gguf& file) {
   c.kv_heads = file.has("llama.attention.head_count_kv") ? positive("attention.head_count_kv") : c.heads;
   c.norm_eps = file.get_f32("llama.attention.layer_norm_rms_epsilon");
   c.rope_base = file.has("llama.rope.freq_base") ? file.get_f32("llama.rope.freq_base") : 10000.0;
-  c.head_width = file.has("llama.attention.key_length") ? positive("attention.key_length") : c.width / c.heads;
+  c.head_width =
+      file.has("llama.attention.key_length") ? positive("attention.key_length") : c.width / c.heads;
   c.vocabulary = static_cast<int>(file.get_strings("tokenizer.ggml.tokens").size());
 
   const auto expect = [&](bool holds, const char* what, auto found) {
     if (!holds) fail(file.name, ": expected ", what, ", found ", found);
   };
-  expect(c.heads % c.kv_heads == 0, "attention.head_count to be a multiple of attention.head_count_kv", c.kv_heads);
+  expect(c.heads % c.kv_heads == 0, "attention.head_count to be a multiple of attention.head_count_kv",
+         c.kv_heads);
   expect(static_cast<int64_t>(c.heads) * c.head_width <= 1 << 24, "heads of at most 2^24 numbers together",
          static_cast<int64_t>(c.heads) * c.head_width);
   expect(c.head_width % 16 == 0 && c.head_width > 0, "a head width that is a multiple of 16", c.head_width);
@@ -137,9 +139,10 @@ inline Vocabulary read_vocabulary(const Gguf& file) {
 inline std::vector<float> read_floats(const Gguf& file, const std::string& name, int rows, int row_length) {
   const Tensor& t = file.tensor(name);
   const auto dim = [&](size_t i) { return i < t.dims.size() ? t.dims[i] : 1; };
-  if (dim(0) != static_cast<uint64_t>(row_length) || dim(1) != static_cast<uint64_t>(rows) || dim(2) != 1 || dim(3) != 1)
-    fail(file.name, ": tensor ", name, ": expected [", row_length, " x ", rows, "], found [", dim(0), " x ", dim(1),
-         " x ", dim(2), " x ", dim(3), "]");
+  if (dim(0) != static_cast<uint64_t>(row_length) || dim(1) != static_cast<uint64_t>(rows) || dim(2) != 1 ||
+      dim(3) != 1)
+    fail(file.name, ": tensor ", name, ": expected [", row_length, " x ", rows, "], found [", dim(0), " x ",
+         dim(1), " x ", dim(2), " x ", dim(3), "]");
   std::vector<float> values(static_cast<size_t>(t.elements()));
   dequantize(t, values.data());
   for (const float v : values)
@@ -148,7 +151,8 @@ inline std::vector<float> read_floats(const Gguf& file, const std::string& name,
 }
 
 /// Matrices with the same input, one below the other, packed as one.
-inline Matrix read_matrix(const Gguf& file, int inputs, const std::vector<std::pair<std::string, int>>& parts) {
+inline Matrix read_matrix(const Gguf& file, int inputs,
+                          const std::vector<std::pair<std::string, int>>& parts) {
   Matrix m;
   m.inputs = inputs;
   std::vector<float> plain;
@@ -164,9 +168,9 @@ inline Matrix read_matrix(const Gguf& file, int inputs, const std::vector<std::p
 
 /// A tensor that the forward pass does not know (biases, experts, rotary factors) would change the answers.
 inline void refuse_unknown_tensors(const Gguf& file) {
-  static const std::set<std::string> known = {
-      "token_embd",      "output_norm",  "output",       "blk.attn_norm", "blk.attn_q",   "blk.attn_k",
-      "blk.attn_v",      "blk.attn_output", "blk.ffn_norm", "blk.ffn_gate",  "blk.ffn_up", "blk.ffn_down"};
+  static const std::set<std::string> known = {"token_embd",   "output_norm",  "output",     "blk.attn_norm",
+                                              "blk.attn_q",   "blk.attn_k",   "blk.attn_v", "blk.attn_output",
+                                              "blk.ffn_norm", "blk.ffn_gate", "blk.ffn_up", "blk.ffn_down"};
   for (const Tensor& t : file.tensors) {
     std::string kind = t.name;  // blk.12.attn_q.weight -> blk.attn_q
     if (kind.rfind("blk.", 0) == 0) kind.erase(4, kind.find('.', 4) - 3);
@@ -193,12 +197,14 @@ inline Model read_model(const Gguf& file) {
                          {blk + "attn_v.weight", c.kv_heads * E}});
     w.attention_out = read_matrix(file, c.heads * E, {{blk + "attn_output.weight", D}});
     w.ff_norm = read_floats(file, blk + "ffn_norm.weight", 1, D);
-    w.gate_up = read_matrix(file, D, {{blk + "ffn_gate.weight", c.feed_forward}, {blk + "ffn_up.weight", c.feed_forward}});
+    w.gate_up = read_matrix(
+        file, D, {{blk + "ffn_gate.weight", c.feed_forward}, {blk + "ffn_up.weight", c.feed_forward}});
     w.down = read_matrix(file, c.feed_forward, {{blk + "ffn_down.weight", D}});
     m.layers.push_back(std::move(w));
   }
   m.output_norm = read_floats(file, "output_norm.weight", 1, D);
-  if (file.find_tensor("output.weight")) m.output_matrix = read_matrix(file, D, {{"output.weight", c.vocabulary}});
+  if (file.find_tensor("output.weight"))
+    m.output_matrix = read_matrix(file, D, {{"output.weight", c.vocabulary}});
   m.rope = rope_table(c.context, E, c.rope_base);
   return m;
 }

@@ -40,17 +40,21 @@ enum class Finish { none, eos, length, refused };
 
 inline const char* name_of(Finish f) {
   switch (f) {
-    case Finish::none: return "none";
-    case Finish::eos: return "eos";
-    case Finish::length: return "length";
-    case Finish::refused: return "refused";
+    case Finish::none:
+      return "none";
+    case Finish::eos:
+      return "eos";
+    case Finish::length:
+      return "length";
+    case Finish::refused:
+      return "refused";
   }
   return "?";
 }
 
 /// A request while it is served. The batcher keeps the books; serve() owns it.
 struct Sequence {
-  int index = 0;            ///< number of the request within the run
+  int index = 0;  ///< number of the request within the run
   Request request;
   std::vector<int> tokens;  ///< known: prompt, then sampled (the newest included)
   int prompt_tokens = 0;    ///< how many of `tokens` are the prompt
@@ -60,8 +64,8 @@ struct Sequence {
   int shared_tokens = 0;    ///< prompt tokens whose K/V was found in the prefix cache, not computed
   int computed_before = 0;  ///< the most positions it ever had computed: above `computed` after a preemption
   Finish finish = Finish::none;
-  std::string refusal;      ///< for Finish::refused: why
-  bool left = false;        ///< the answer may leave: at once when finished, or with the bus
+  std::string refusal;  ///< for Finish::refused: why
+  bool left = false;    ///< the answer may leave: at once when finished, or with the bus
 
   int known() const { return static_cast<int>(tokens.size()); }
   int sampled() const { return known() - prompt_tokens; }
@@ -109,8 +113,10 @@ inline bool refuse_impossible(Sequence& s, int context, int kv_tokens, int vocab
   const int64_t most = static_cast<int64_t>(s.prompt_tokens) + s.request.max_tokens - 1;
   const auto stray =
       std::find_if(s.tokens.begin(), s.tokens.end(), [&](int id) { return id < 0 || id >= vocabulary; });
-  if (s.prompt_tokens == 0) why << "empty prompt: expected at least one token";
-  else if (s.request.max_tokens < 1) why << "max_tokens: expected at least 1, found " << s.request.max_tokens;
+  if (s.prompt_tokens == 0)
+    why << "empty prompt: expected at least one token";
+  else if (s.request.max_tokens < 1)
+    why << "max_tokens: expected at least 1, found " << s.request.max_tokens;
   else if (most > context)
     why << "needs " << most << " positions (" << s.prompt_tokens << " of prompt, " << s.request.max_tokens
         << " of answer), the context holds " << context;

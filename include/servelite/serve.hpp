@@ -37,7 +37,9 @@ class Clock {
 
 class RealClock final : public Clock {
  public:
-  double now() override { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  double now() override {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
   void wait_until(double time) override {
     std::this_thread::sleep_for(std::chrono::duration<double>(time - now()));
   }
@@ -122,8 +124,8 @@ inline StepRecord record_of(const StepBatch& step, const std::vector<std::unique
   for (const Span& span : step.spans) {
     const Sequence& s = *sequences[static_cast<size_t>(span.request)];
     const int recomputed = span.dead || span.phase == Phase::decode ? 0 : books.count(span, s);
-    r.spans.push_back({span.request, span.seat, span.phase, static_cast<int>(span.tokens.size()), span.padding,
-                       recomputed, span.dead});
+    r.spans.push_back({span.request, span.seat, span.phase, static_cast<int>(span.tokens.size()),
+                       span.padding, recomputed, span.dead});
   }
   return r;
 }
@@ -132,8 +134,8 @@ inline StepRecord record_of(const StepBatch& step, const std::vector<std::unique
 
 /// Serves all requests (in order of arrival) and reports. Every request ends up finished or refused.
 /// Throws Error if the batcher has work but schedules none for ever: a fault of the batcher.
-inline RunReport serve(const std::string& name, Batcher& batcher, Executor& executor, std::vector<Request> requests,
-                       ServeOptions options = {}) {
+inline RunReport serve(const std::string& name, Batcher& batcher, Executor& executor,
+                       std::vector<Request> requests, ServeOptions options = {}) {
   RealClock real;
   Clock& clock = options.clock ? *options.clock : real;
   RunReport report;
@@ -143,7 +145,8 @@ inline RunReport serve(const std::string& name, Batcher& batcher, Executor& exec
   std::vector<std::unique_ptr<Sequence>> sequences;
   for (Request& r : requests) {
     if (!(r.arrival >= 0 && r.arrival < std::numeric_limits<double>::infinity()))
-      fail(name, ": request ", sequences.size(), ": arrival: expected a time of 0 or later, found ", r.arrival);
+      fail(name, ": request ", sequences.size(), ": arrival: expected a time of 0 or later, found ",
+           r.arrival);
     sequences.push_back(std::make_unique<Sequence>());
     sequences.back()->index = static_cast<int>(sequences.size()) - 1;
     sequences.back()->request = std::move(r);
@@ -153,8 +156,9 @@ inline RunReport serve(const std::string& name, Batcher& batcher, Executor& exec
   }
   std::vector<Sequence*> arrivals;
   for (const auto& s : sequences) arrivals.push_back(s.get());
-  std::stable_sort(arrivals.begin(), arrivals.end(),
-                   [](const Sequence* a, const Sequence* b) { return a->request.arrival < b->request.arrival; });
+  std::stable_sort(arrivals.begin(), arrivals.end(), [](const Sequence* a, const Sequence* b) {
+    return a->request.arrival < b->request.arrival;
+  });
 
   ComputedBefore books;
   std::vector<float> logits;
@@ -176,7 +180,8 @@ inline RunReport serve(const std::string& name, Batcher& batcher, Executor& exec
     if (step.empty()) {
       double next = batcher.wake_at();
       if (arrived < arrivals.size()) next = std::min(next, arrivals[arrived]->request.arrival);
-      if (!(next < std::numeric_limits<double>::infinity())) fail(name, ": ", open, " requests left and none scheduled");
+      if (!(next < std::numeric_limits<double>::infinity()))
+        fail(name, ": ", open, " requests left and none scheduled");
       clock.wait_until(next);
       continue;
     }

@@ -39,8 +39,8 @@ inline std::vector<Request> six_requests() {
       "The chairs near the window are the best ones. Thank the guests when they leave.";
   std::vector<Request> requests;
   for (const char* user : {"Tell me a long story about a fox.", "What is the secret word?", "Count to 60.",
-                           "Tell me a long story about an owl.", "Reverse the list: boat, river, moon, king, lamp.",
-                           "Who are you?"}) {
+                           "Tell me a long story about an owl.",
+                           "Reverse the list: boat, river, moon, king, lamp.", "Who are you?"}) {
     Request r;
     r.arrival = 0.001 * static_cast<double>(requests.size());
     r.system = system, r.user = user;
@@ -77,11 +77,13 @@ inline std::vector<std::string> fields_of(std::string_view line, const std::stri
 }
 
 template <class Number>
-Number number_of(const std::string& text, Number low, Number high, const char* what, const std::string& where) {
+Number number_of(const std::string& text, Number low, Number high, const char* what,
+                 const std::string& where) {
   Number value{};
   std::istringstream in(text);
   in.imbue(std::locale::classic());
-  if (!(in >> value) || in.peek() != std::istringstream::traits_type::eof() || !(value >= low && value <= high))
+  if (!(in >> value) || in.peek() != std::istringstream::traits_type::eof() ||
+      !(value >= low && value <= high))
     fail(where, ": ", what, ": expected a number from ", low, " to ", high, ", found '", text, "'");
   return value;
 }
@@ -101,9 +103,9 @@ inline std::vector<Request> read_workload(std::istream& in, const std::string& n
     if (text[0] == '@' && equals < text.find('|')) {
       const std::string key = trim(text.substr(0, equals));
       const std::vector<std::string> f = fields_of(std::string_view(text).substr(equals + 1), where);
-      if (f.size() != 1) fail(where, ": system prompt ", key, ": expected one text, found ", f.size(), " fields");
-      if (!systems.emplace(key, f[0]).second)
-        fail(where, ": system prompt ", key, " is already defined");
+      if (f.size() != 1)
+        fail(where, ": system prompt ", key, ": expected one text, found ", f.size(), " fields");
+      if (!systems.emplace(key, f[0]).second) fail(where, ": system prompt ", key, " is already defined");
       continue;
     }
     const std::vector<std::string> f = fields_of(text, where);
