@@ -35,7 +35,7 @@ class Options {
         return false;
       }
       if (argument.rfind("--", 0) != 0)
-        fail("expected an option such as --", options_.front().name, ", found '", argument, "'");
+        fail("expected an option such as --help, found '", argument, "'");
       const size_t equals = argument.find('=');
       Option& option = find(argument.substr(2, equals == std::string::npos ? equals : equals - 2));
       option.given = true;
@@ -76,7 +76,7 @@ class Options {
     std::istringstream in(value);
     in.imbue(std::locale::classic());
     Number n{};
-    if (!(in >> n) || in.peek() != std::istringstream::traits_type::eof() || !(n >= low && n <= high))
+    if (!(in >> std::noskipws >> n) || in.peek() != std::istringstream::traits_type::eof() || !(n >= low && n <= high))
       fail("--", name, ": expected ", what, " from ", low, " to ", high, ", found '", value, "'");
     return n;
   }

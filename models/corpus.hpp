@@ -65,12 +65,6 @@ inline std::string fill(std::string_view phrasing, std::string_view value) {
   return text;
 }
 
-inline std::string capitals(std::string text) {
-  for (char& c : text)
-    if (c >= 'a' && c <= 'z') c = static_cast<char>(c - 'a' + 'A');
-  return text;
-}
-
 inline std::string join(const std::vector<std::string>& items, std::string_view between) {
   std::string text;
   for (std::size_t i = 0; i < items.size(); ++i) text.append(i ? between : "").append(items[i]);
@@ -200,7 +194,7 @@ inline const std::vector<std::string> kFillers = split(
 
 // ---- the persona: what a system prompt states ---------------------------------------------------
 
-enum class Rule { none, first_word, last_word, capitals };
+enum class Rule { none, first_word, last_word };
 
 struct Persona {
   std::string name, place, secret;  // empty: not stated
@@ -215,11 +209,8 @@ inline std::string rule_sentence(Rng& rng, const Persona& p) {
                                           "Start each answer with the word %."};
   static constexpr const char* last[] = {"End every answer with the word %.",
                                          "Close each answer with the word %."};
-  static constexpr const char* upper[] = {"Write every answer in capitals.",
-                                          "Answer in capital letters only."};
   if (p.rule == Rule::first_word) return fill(pick(rng, first), p.rule_word);
-  if (p.rule == Rule::last_word) return fill(pick(rng, last), p.rule_word);
-  return pick(rng, upper);
+  return fill(pick(rng, last), p.rule_word);
 }
 
 /// The statements in random order among fillers, until the text has about `tokens` tokens.
@@ -285,7 +276,7 @@ inline Persona make_persona(Rng& rng, const Options& options = {}) {
 inline std::string apply_rule(const Persona& p, const std::string& answer) {
   if (p.rule == Rule::first_word) return p.rule_word + "! " + answer;
   if (p.rule == Rule::last_word) return answer + " " + p.rule_word;
-  return p.rule == Rule::capitals ? capitals(answer) : answer;
+  return answer;
 }
 
 // ---- the families -------------------------------------------------------------------------------
@@ -306,11 +297,11 @@ struct FamilyInfo {
 
 inline const std::vector<FamilyInfo>& families() {
   static const std::vector<FamilyInfo> all = {
-      {"count", true, false, 8},    {"repeat", true, false, 11},  {"spell", true, false, 10},
-      {"reverse", true, false, 13}, {"sort", true, false, 10},    {"add", true, false, 12},
-      {"fact", true, false, 9},     {"opposite", true, false, 9}, {"story", false, false, 6},
-      {"name", true, true, 9},      {"secret", true, true, 10},   {"place", true, true, 8},
-      {"hours", true, true, 9},     {"rule", true, true, 12}};
+      {"count", true, false, 11},   {"repeat", true, false, 11},  {"spell", true, false, 8},
+      {"reverse", true, false, 12}, {"sort", true, false, 10},    {"add", true, false, 14},
+      {"fact", true, false, 9},     {"opposite", true, false, 8}, {"story", false, false, 5},
+      {"name", true, true, 9},      {"secret", true, true, 8},    {"place", true, true, 9},
+      {"hours", true, true, 13},    {"rule", true, true, 13}};
   return all;
 }
 
@@ -326,7 +317,7 @@ inline const std::string& any_word(Rng& rng) {
 
 inline Asked ask_count(Rng& rng) {
   static constexpr const char* how[] = {"Count to %.", "Count from 1 to %.", "Please count up to %."};
-  const int n = rng.chance(50) ? rng.between(1, 20) : rng.between(1, 75);
+  const int n = rng.chance(50) ? rng.between(1, 20) : rng.between(1, 60);
   std::vector<std::string> numbers;
   for (int i = 1; i <= n; ++i) numbers.push_back(std::to_string(i));
   return {fill(pick(rng, how), std::to_string(n)), join(numbers, " ")};
@@ -334,9 +325,9 @@ inline Asked ask_count(Rng& rng) {
 
 /// The running number is part of the answer: a small model can compare it with the question's,
 /// while counting its own bare repetitions is much harder to learn.
-inline Asked ask_repeat(Rng& rng, int most) {
+inline Asked ask_repeat(Rng& rng) {
   static constexpr const char* how[] = {"Repeat % times, counting along.", "Write % times and count along."};
-  const int n = rng.chance(50) ? rng.between(2, 10) : rng.between(2, most);
+  const int n = rng.chance(50) ? rng.between(2, 10) : rng.between(2, 20);
   const std::string word = any_word(rng);
   std::vector<std::string> words;
   for (int i = 1; i <= n; ++i) words.push_back(std::to_string(i) + " " + word);
@@ -433,7 +424,7 @@ inline const std::vector<std::string> kDeeds = split(
     "came to a little house, where a kind old woman gave out sweet plums.|"
     "followed a line of tiny steps in the snow to an empty nest.");
 
-inline Asked ask_story(Rng& rng, bool only_short) {
+inline Asked ask_story(Rng& rng) {
   static constexpr const char* short_how[] = {"Tell me a short story about %.",
                                               "Make up a short story about %."};
   static constexpr const char* long_how[] = {"Tell me a long story about %.",
@@ -445,7 +436,7 @@ inline Asked ask_story(Rng& rng, bool only_short) {
                                           "behind the door", "on the kitchen table",
                                           "in an old shoe",  "at the bottom of the well"};
   static constexpr const char* times[] = {"In the morning", "At noon", "In the evening"};
-  const bool is_long = !only_short && rng.chance(50);
+  const bool is_long = rng.chance(50);
   const std::string hero = pick(rng, kAnimals), thing = pick(rng, kSecrets);
   std::string friend_ = pick(rng, kAnimals);
   while (friend_ == hero) friend_ = pick(rng, kAnimals);
@@ -501,23 +492,22 @@ inline Asked ask_system(Rng& rng, std::string_view family, const Persona& p) {
 
 inline Asked ask(Rng& rng, std::string_view family, const Persona& p) {
   static constexpr const char* easy[] = {"add", "fact", "opposite"};
-  const bool upper = p.rule == Rule::capitals;  // capitals cost a token a letter: keep those answers short
   if (family == "count") return ask_count(rng);
-  if (family == "repeat") return ask_repeat(rng, upper ? 10 : 30);
+  if (family == "repeat") return ask_repeat(rng);
   if (family == "spell") return ask_spell(rng);
   if (family == "reverse") return ask_reverse(rng);
   if (family == "sort") return ask_sort(rng);
   if (family == "add") return ask_add(rng);
   if (family == "fact") return ask_fact(rng);
   if (family == "opposite") return ask_opposite(rng);
-  if (family == "story") return ask_story(rng, upper);
+  if (family == "story") return ask_story(rng);
   if (family != "rule") return ask_system(rng, family, p);
   // The house rule: an easy question that the model knows. Only its meeting with this rule may be new.
   for (;;) {
     const char* inner = pick(rng, easy);
     Asked asked = ask(rng, inner, p);
     if (held_out(make_key(inner, asked))) continue;
-    asked.stated = upper ? "capitals" : p.rule_word;
+    asked.stated = p.rule_word;
     return asked;
   }
 }
@@ -592,33 +582,6 @@ inline std::vector<EvalItem> make_eval(Rng& rng, const std::string& family, int 
     items.push_back({family, turn.closed, p.system, turn.question, turn.answer});
   }
   return items;
-}
-
-// ---- the six users of the main job ------------------------------------------------------------------
-
-/// What all six share: about 200 tokens.
-inline const char* six_system() {
-  return "Your name is Pip. You work at the harbour library. Children are always welcome here. "
-         "The floor is made of old oak. A small bell hangs over the door. The secret word is lantern. "
-         "Please be kind to every guest. The doors are open from 8 to 17. Many guests come from far away. "
-         "There is tea in the kitchen. When it rains, the guests stay longer. "
-         "End every answer with the word over. A large map shows the hills and the sea. "
-         "Old friends often meet at the long table. Speak clearly and do not hurry. "
-         "The chairs near the window are the best ones. Thank the guests when they leave.";
-}
-
-/// The six questions, and the right answers (empty: any story will do).
-inline const std::vector<Asked>& six_questions() {
-  static const std::vector<Asked> six = {
-      {"Tell me a long story about a fox.", ""},
-      {"What is the secret word?", "lantern over"},
-      {"Reverse the list: boat, river, moon, king.", "king, moon, river, boat over"},
-      {"What is 7 plus 5?", "12 over"},
-      {"Count to 40.",
-       "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 "
-       "31 32 33 34 35 36 37 38 39 40 over"},
-      {"Who are you?", "I am Pip. over"}};
-  return six;
 }
 
 }  // namespace servelite::corpus

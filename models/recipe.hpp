@@ -9,8 +9,8 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <servelite/gguf.hpp>
-#include <servelite/json.hpp>
+#include <servelite/files.hpp>
+#include <servelite/gguf_write.hpp>
 #include <servelite/tokenizer.hpp>
 #include <string>
 #include <utility>
@@ -25,12 +25,12 @@ namespace servelite::train {
 struct Recipe {
   Shape shape;
   uint64_t seed = 1;
-  int steps = 2600;
-  int batch = 4096;         // tokens of a step, at least; a conversation is never cut
-  float rate = 2.5e-3f;     // the peak, reached after `warmup` steps, followed by half a cosine ...
+  int steps = 2900;
+  int batch = 3072;         // tokens of a step, at least; a conversation is never cut
+  float rate = 2e-3f;       // the peak, reached after `warmup` steps, followed by half a cosine ...
   float last_rate = 0.02f;  // ... down to this part of it
   int warmup = 100;
-  double short_part = 0.3;      // of the steps, in which system prompts are short: copying is learnt sooner
+  double short_part = 0.25;     // of the steps, in which system prompts are short: copying is learnt sooner
   float rest_weight = 0.05f;    // weight of a token that is not part of an answer
   int whole_answer = 16;        // an answer of more tokens weighs as much as one of this many
   int vocabulary_texts = 3000;  // conversations from which the vocabulary is learnt
@@ -101,8 +101,11 @@ class Run {
     }
     batch_ = {};
     batch_.first.push_back(0);
-    while (batch_.size() < recipe.batch)
+    for (int tries = 0; batch_.size() < recipe.batch; ++tries) {
+      if (tries > recipe.batch)
+        fail("recipe: expected conversations that fit a context of ", recipe.shape.context);
       append_conversation(batch_, corpus::make_conversation(rng_, options), tokenizer_, recipe);
+    }
     const Trainer::Loss loss = trainer.run(batch_);
     adam_.step(trainer.layout, trainer.parameters, trainer.gradients, rate(), trainer.threads);
     tokens += batch_.size();

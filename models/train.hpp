@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <servelite/error.hpp>
 #include <servelite/kernels.hpp>
 #include <string>
 #include <vector>
@@ -25,7 +26,7 @@
 namespace servelite::train {
 
 struct Shape {
-  int vocabulary = 512, width = 128, layers = 6, heads = 4, kv_heads = 2, head_width = 32, feed_forward = 352;
+  int vocabulary = 768, width = 192, layers = 4, heads = 6, kv_heads = 2, head_width = 32, feed_forward = 384;
   int context = 1024;
   float norm_eps = 1e-5f;
   double rope_base = 10000.0;
@@ -339,7 +340,15 @@ class Trainer {
         threads(thread_count),
         rope_(rope_table(shape.context, shape.head_width, shape.rope_base)),
         layers_(static_cast<size_t>(shape.layers)),
-        scratch_(static_cast<size_t>(thread_count)) {}
+        scratch_(static_cast<size_t>(thread_count)) {
+    for (const int n : {s.vocabulary, s.width, s.feed_forward, s.head_width})
+      if (n < 16 || n % 16 != 0)
+        fail("shape: expected multiples of 16 for vocabulary, width, feed-forward and head width, found ", n);
+    if (s.head_width > kPanel)
+      fail("shape: expected a head width of at most ", kPanel, ", found ", s.head_width);
+    if (s.kv_heads < 1 || s.heads % s.kv_heads != 0)
+      fail("shape: expected heads to be a multiple of KV heads, found ", s.heads, " and ", s.kv_heads);
+  }
 
   struct Loss {
     double all = 0, answers = 0;  // mean cross-entropy, weighted; and of tokens with weight 1 alone

@@ -19,7 +19,7 @@
 #include <cstdint>
 #include <memory>
 #include <random>
-#include <servelite/gguf.hpp>
+#include <servelite/gguf_write.hpp>
 #include <string>
 #include <vector>
 

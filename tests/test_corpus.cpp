@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
+#include <servelite/workload.hpp>
 #include <set>
 #include <sstream>
 #include <string>
@@ -146,17 +147,10 @@ std::string first_word_in(const std::string& system) {
 std::string last_word_in(const std::string& system) {
   return stated(system, {"End every answer with the word ", "Close each answer with the word "}, ".");
 }
-bool capitals_in(const std::string& system) {
-  return system.find("Write every answer in capitals.") != std::string::npos ||
-         system.find("Answer in capital letters only.") != std::string::npos;
-}
 
 std::string obey(const std::string& system, std::string answer) {
   if (const std::string word = first_word_in(system); !word.empty()) return word + "! " + answer;
   if (const std::string word = last_word_in(system); !word.empty()) return answer + " " + word;
-  if (capitals_in(system))
-    for (char& c : answer)
-      if (c >= 'a' && c <= 'z') c = static_cast<char>(c - 32);
   return answer;
 }
 
@@ -215,7 +209,7 @@ std::string meeting(const std::string& family, const std::string& system, const 
   if (family == "secret") on = secret_in(system);
   if (family == "place") on = place_in(system);
   if (family == "hours") on = hours_in(system);
-  if (family == "rule") on = capitals_in(system) ? "capitals" : first_word_in(system) + last_word_in(system);
+  if (family == "rule") on = first_word_in(system) + last_word_in(system);
   return on + "|" + question;
 }
 
@@ -320,7 +314,7 @@ TEST_CASE("corpus: about one key in eight is held out, always the same ones") {
 TEST_CASE("corpus: what is not stated is not asked") {
   int without = 0, missing = 0;
   for (const auto& c : training()) {
-    const bool ruled = capitals_in(c.system) || !(first_word_in(c.system) + last_word_in(c.system)).empty();
+    const bool ruled = !(first_word_in(c.system) + last_word_in(c.system)).empty();
     without += c.system.empty();
     missing += !c.system.empty() && (name_in(c.system).empty() || secret_in(c.system).empty() ||
                                      place_in(c.system).empty() || hours_in(c.system).empty());
@@ -362,7 +356,7 @@ TEST_CASE("corpus: every entry of every table is trained in some phrasing") {
   for (const auto& [subject, answer] : kFacts) at_least("fact|" + answer, 10);
   for (const auto& pair : kOpposites)
     for (const std::string& word : pair) at_least("opposite|" + word, 10);
-  for (int n = 1; n <= 75; ++n) at_least("count|" + solve("", "Count to " + std::to_string(n) + "."), 10);
+  for (int n = 1; n <= 60; ++n) at_least("count|" + solve("", "Count to " + std::to_string(n) + "."), 10);
 }
 
 TEST_CASE("corpus: lengths spread from one word to over 200 tokens, and everything fits the context") {
@@ -460,7 +454,9 @@ TEST_CASE("corpus: the same seed gives the same bytes everywhere") {
 }
 
 TEST_CASE("corpus: the six users share a prompt in the training style and ask for short and long answers") {
-  const std::string system = corpus::six_system();
+  const std::vector<servelite::Request> six = servelite::six_requests();
+  REQUIRE(six.size() == 6);
+  const std::string& system = six[0].system;
   CHECK(corpus::estimate_tokens(system) >= 180);
   CHECK(corpus::estimate_tokens(system) <= 230);
   CHECK(name_in(system) == "Pip");
@@ -473,19 +469,20 @@ TEST_CASE("corpus: the six users share a prompt in the training style and ask fo
   for (std::string s; std::getline(sentences >> std::ws, s, '.'); ++all)
     known += std::count(corpus::kFillers.begin(), corpus::kFillers.end(), s + ".") > 0;
   CHECK(all - known == 5);  // the five statements; the rest are fillers of the training data
-  REQUIRE(corpus::six_questions().size() == 6);
   int stories = 0, shortest = 1000, longest = 0;
-  for (const corpus::Asked& six : corpus::six_questions()) {
-    if (six.answer.empty()) {
+  for (const servelite::Request& request : six) {
+    CHECK(request.system == system);
+    if (request.user.rfind("Tell me a long story about ", 0) == 0) {
       ++stories;
-      CHECK(six.question == "Tell me a long story about a fox.");
       continue;
     }
-    CHECK(six.answer == obey(system, solve(system, six.question)));
-    shortest = std::min(shortest, corpus::estimate_tokens(six.answer));
-    longest = std::max(longest, corpus::estimate_tokens(six.answer));
+    const std::string answer = obey(system, solve(system, request.user));
+    CAPTURE(answer);
+    CHECK(answer.find('?') == std::string::npos);  // one of the families that solve() knows
+    shortest = std::min(shortest, corpus::estimate_tokens(answer));
+    longest = std::max(longest, corpus::estimate_tokens(answer));
   }
-  CHECK(stories == 1);
+  CHECK(stories == 2);
   CHECK(shortest <= 4);
   CHECK(longest >= 100);
 }

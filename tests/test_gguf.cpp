@@ -21,7 +21,7 @@
 #include <variant>
 #include <vector>
 
-#include "servelite/gguf.hpp"
+#include "servelite/gguf_write.hpp"
 
 using namespace servelite;
 

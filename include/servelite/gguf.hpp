@@ -1,4 +1,4 @@
-// gguf.hpp: read and write GGUF, the file format of weights and vocabularies (version 3; reads 2 too).
+// gguf.hpp: read GGUF, the file format of weights and vocabularies (version 3; reads 2 too).
 //
 //   "GGUF" | u32 version | u64 tensor count | u64 key count
 //   per key:     string name | u32 type | value             string: u64 length, bytes
@@ -43,74 +43,12 @@
 #include <variant>
 #include <vector>
 
+#include "dtype.hpp"
 #include "error.hpp"
 
 namespace servelite {
 
 static_assert(std::endian::native == std::endian::little, "GGUF is copied byte by byte: little endian only");
-
-// ---- number formats ------------------------------------------------------------------------------
-
-/// The values are the format's codes.
-enum class DType : uint32_t { f32 = 0, f16, q4_0, q8_0 = 8, q4_k = 12, q5_k = 13, q6_k = 14, bf16 = 30 };
-
-/// Elements are stored in blocks: `block` elements of a row in `bytes` bytes.
-struct DTypeInfo {
-  DType type;
-  const char* name;
-  uint32_t block, bytes;
-};
-
-inline constexpr DTypeInfo kDTypes[] = {
-    {DType::f32, "F32", 1, 4},       {DType::f16, "F16", 1, 2},       {DType::q4_0, "Q4_0", 32, 18},
-    {DType::q8_0, "Q8_0", 32, 34},   {DType::q4_k, "Q4_K", 256, 144}, {DType::q5_k, "Q5_K", 256, 176},
-    {DType::q6_k, "Q6_K", 256, 210}, {DType::bf16, "BF16", 1, 2},
-};
-
-/// nullptr for a type this library does not know.
-inline const DTypeInfo* find_dtype(DType type) {
-  for (const DTypeInfo& info : kDTypes)
-    if (info.type == type) return &info;
-  return nullptr;
-}
-
-/// IEEE half precision, 1 sign + 5 exponent + 10 mantissa bits. Every half is a float: exact.
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31u, mantissa = h & 0x3ffu;
-  if (exponent == 0)  // zero and subnormals: mantissa * 2^-24
-    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
-  if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | mantissa << 13);  // infinity, NaN
-  return std::bit_cast<float>(sign | (exponent + (127 - 15)) << 23 | mantissa << 13);
-}
-
-/// Rounds to the nearest half, ties to even. NaN stays NaN (made quiet, upper payload kept).
-inline uint16_t float_to_half(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
-  uint32_t h;
-  if (size > 0x7f800000u) {
-    h = 0x7e00u | (size >> 13 & 0x3ffu);
-  } else if (size >= 0x477ff000u) {  // 65520, halfway between the largest half and 2^16, and above
-    h = 0x7c00u;
-  } else if (size < 0x38800000u) {
-    // Below 2^-14 halves are multiples of 2^-24, and so are the floats just above 0.5: let the
-    // addition round.
-    h = std::bit_cast<uint32_t>(std::bit_cast<float>(size) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
-  } else {
-    const uint32_t rebiased = size - ((127u - 15u) << 23);
-    h = (rebiased + 0xfffu + (rebiased >> 13 & 1u)) >> 13;  // just under half a unit; the rest when odd
-  }
-  return static_cast<uint16_t>(sign | h);
-}
-
-/// bfloat16 is the upper half of a float.
-inline float bf16_to_float(uint16_t b) { return std::bit_cast<float>(static_cast<uint32_t>(b) << 16); }
-
-/// Rounds to the nearest, ties to even. NaN stays NaN (made quiet).
-inline uint16_t float_to_bf16(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
 
 // ---- what a file holds ---------------------------------------------------------------------------
 
@@ -521,100 +459,6 @@ inline Gguf read_gguf(const std::string& path) {
   Gguf file = parse_gguf({bytes.get(), size}, path);
   file.bytes = bytes;
   return file;
-}
-
-// ---- writing -------------------------------------------------------------------------------------
-
-namespace gguf_detail {
-
-inline void put_bytes(std::vector<std::byte>& out, const void* data, size_t size) {
-  const auto* first = static_cast<const std::byte*>(data);
-  out.insert(out.end(), first, first + size);
-}
-
-template <class T>
-void put(std::vector<std::byte>& out, const T& value) {
-  if constexpr (std::is_same_v<T, std::string>) {
-    put(out, static_cast<uint64_t>(value.size()));
-    put_bytes(out, value.data(), value.size());
-  } else {
-    static_assert(std::is_arithmetic_v<T>);
-    put_bytes(out, &value, sizeof value);
-  }
-}
-
-template <class T>
-void put(std::vector<std::byte>& out, const std::vector<T>& items) {
-  put(out, static_cast<uint64_t>(items.size()));
-  for (const T& item : items) put(out, item);
-}
-
-inline void put_value(std::vector<std::byte>& out, const Value& value) {
-  if (value.index() >= kScalars) put(out, kArrayCode);
-  put(out, kTypeCode[value.index() % kScalars]);
-  std::visit([&out](const auto& v) { put(out, v); }, value);
-}
-
-}  // namespace gguf_detail
-
-/// The bytes of a GGUF v3 file: the same arguments always give the same bytes. The alignment is that of
-/// key general.alignment, 32 without it. Throws Error rather than write what read_gguf() would refuse.
-inline std::vector<std::byte> gguf_bytes(const Metadata& metadata, const std::vector<Tensor>& tensors,
-                                         const std::string& name_for_errors) {
-  using gguf_detail::put;
-  uint64_t alignment = 32;
-  for (const auto& [key, value] : metadata)
-    if (const auto* a = std::get_if<uint32_t>(&value);
-        key == "general.alignment" && a && std::has_single_bit(*a))
-      alignment = *a;  // any other is refused below
-
-  std::vector<std::byte> out;
-  gguf_detail::put_bytes(out, "GGUF", 4);
-  put(out, uint32_t{3});
-  put(out, static_cast<uint64_t>(tensors.size()));
-  put(out, static_cast<uint64_t>(metadata.size()));
-  for (const auto& [key, value] : metadata) {
-    put(out, key);
-    gguf_detail::put_value(out, value);
-  }
-  uint64_t offset = 0;
-  for (const Tensor& t : tensors) {
-    const std::string where = name_for_errors + ": tensor " + gguf_detail::shown(t.name);
-    const uint64_t expected = tensor_bytes(where, t.type, t.dims);
-    if (t.bytes != expected) fail(where, ": bytes: expected ", expected, ", found ", t.bytes);
-    put(out, t.name);
-    put(out, static_cast<uint32_t>(t.dims.size()));
-    for (const uint64_t d : t.dims) put(out, d);
-    put(out, static_cast<uint32_t>(t.type));
-    put(out, offset);
-    offset = gguf_detail::align_up(offset + t.bytes, alignment);
-  }
-  const auto pad = [&] { out.resize(static_cast<size_t>(gguf_detail::align_up(out.size(), alignment))); };
-  pad();
-  for (const Tensor& t : tensors) {
-    gguf_detail::put_bytes(out, t.data, static_cast<size_t>(t.bytes));
-    pad();
-  }
-  parse_gguf(out, name_for_errors);  // refuses duplicate names and a bad alignment
-  return out;
-}
-
-/// Writes a GGUF v3 file. It is written as path + ".partial" and renamed when complete, so there is never
-/// half a file under the final name. One writer per path at a time.
-inline void write_gguf(const std::string& path, const Metadata& metadata,
-                       const std::vector<Tensor>& tensors) {
-  const std::vector<std::byte> bytes = gguf_bytes(metadata, tensors, path);
-  const std::string partial = path + ".partial";
-  std::error_code error;
-  std::ofstream out(partial, std::ios::binary | std::ios::trunc);
-  out.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-  out.close();
-  if (out) std::filesystem::rename(partial, path, error);
-  if (out && !error) return;
-  std::error_code ignored;
-  std::filesystem::remove(partial, ignored);
-  fail(path, ": expected to write ", bytes.size(), " bytes, found ",
-       error ? error.message() : "a write error");
 }
 
 }  // namespace servelite

@@ -1,4 +1,4 @@
-// json.hpp: writing JSON, and writing files so that no half file is ever left under the final name.
+// json.hpp: writing JSON.
 //
 // A writer only; nothing in the library reads JSON. Numbers are written so that they read back exactly,
 // whatever the locale; NaN and infinity, which JSON lacks, become null; invalid UTF-8 becomes U+FFFD.
@@ -6,18 +6,15 @@
 // Outer circle.
 #pragma once
 
-#include <cerrno>
 #include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <type_traits>
 
-#include "error.hpp"
+#include "files.hpp"
 #include "tokenizer.hpp"  // utf8_length
 
 namespace servelite {
@@ -97,8 +94,8 @@ class Json {
     return *this;
   }
   Json& close(char bracket) {
-    --depth_;
-    if (!first_) line();
+    const bool own_line = depth_-- <= kLineDepth;
+    if (!first_) line(own_line);
     out_ += bracket;
     first_ = false;
     return *this;
@@ -106,37 +103,21 @@ class Json {
   void separate() {
     if (!after_key_ && depth_ > 0) {
       if (!first_) out_ += ',';
-      line();
+      line(depth_ <= kLineDepth);
     }
     first_ = after_key_ = false;
   }
-  void line() {  // two levels are indented; what is deeper stays on its line
-    if (depth_ <= 2)
+  void line(bool own) {
+    if (own)
       (out_ += '\n').append(static_cast<size_t>(2 * depth_), ' ');
     else
       out_ += ' ';
   }
 
+  static constexpr int kLineDepth = 2;  // the two outer levels get a line per item; what is deeper shares one
   std::string out_;
   int depth_ = 0;
   bool first_ = true, after_key_ = false;
 };
-
-/// Writes a whole file: into path + ".partial" first, then renamed. On failure Error says why, and neither
-/// file is left.
-inline void write_file(const std::string& path, std::string_view bytes) {
-  const std::string partial = path + ".partial";
-  std::FILE* file = std::fopen(partial.c_str(), "wb");
-  if (!file) fail(path, ": cannot write: ", std::strerror(errno));
-  const bool written =
-      std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size() && std::fflush(file) == 0;
-  int error = errno;
-  const bool closed = std::fclose(file) == 0;
-  if (written && !closed) error = errno;
-  if (written && closed && std::rename(partial.c_str(), path.c_str()) == 0) return;
-  if (written && closed) error = errno;
-  std::remove(partial.c_str());
-  fail(path, ": cannot write: ", std::strerror(error));
-}
 
 }  // namespace servelite

@@ -58,6 +58,7 @@ struct Candidate {
 /// What is left to choose from, likeliest first (of equals the lowest id first); probabilities sum to 1.
 /// Order: temperature, top-k, top-p, min-p. At least one candidate always remains.
 inline std::vector<Candidate> candidates(std::span<const float> logits, const SamplingParams& p) {
+  if (p.temperature <= 1e-3f) return {{argmax(logits), 1.0}};
   std::vector<int> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
   const auto likelier = [&](int a, int b) {
@@ -88,7 +89,6 @@ inline std::vector<Candidate> candidates(std::span<const float> logits, const Sa
 
 /// Token number n (0, 1, ...) of a request's answer. logits: [V].
 inline int sample(std::span<const float> logits, const SamplingParams& p, int n) {
-  if (p.temperature <= 1e-3f) return argmax(logits);
   const std::vector<Candidate> from = candidates(logits, p);
   double left = uniform_of(p.seed, static_cast<uint64_t>(n));
   for (const Candidate& c : from)

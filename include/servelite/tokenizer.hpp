@@ -136,6 +136,8 @@ class Tokenizer {
         return "";
       case TokenType::byte:
         return std::string(1, static_cast<char>(byte_of(id)));
+      case TokenType::user_defined:
+        return text(id);  // matched in the text as it is spelled, blank signs and all
       default:
         break;
     }
@@ -144,11 +146,17 @@ class Tokenizer {
     return out;
   }
 
-  /// The text of all ids; the space prefix is taken off again.
+  /// The text of all ids; the space prefix of each stretch between special tokens is taken off again.
   std::string decode(std::span<const int> ids) const {
     std::string out;
-    for (const int id : ids) out += piece(id);
-    if (v_.add_space_prefix && !out.empty() && out[0] == ' ') out.erase(0, 1);
+    bool first = v_.add_space_prefix;  // does a stretch begin here?
+    for (const int id : ids) {
+      const TokenType type = v_.types[static_cast<size_t>(id)];
+      const bool special = type == TokenType::control || type == TokenType::user_defined;
+      const std::string bytes = piece(id);
+      out.append(bytes, first && !special && bytes.starts_with(' ') ? 1 : 0);
+      first = v_.add_space_prefix && special;
+    }
     return out;
   }
 
@@ -242,6 +250,8 @@ class Tokenizer {
       const int id = symbol.bytes ? -1 : id_of(word);
       if (id >= 0 && v_.types[static_cast<size_t>(id)] == TokenType::normal)
         ids.push_back(id);
+      else if (word == kBlank && !symbol.bytes)  // a vocabulary without a blank sign
+        ids.push_back(bytes_[' ']);
       else
         for (const char c : word) ids.push_back(bytes_[static_cast<unsigned char>(c)]);
     }
