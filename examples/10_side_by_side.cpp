@@ -310,7 +310,7 @@ int main(int argc, char** argv) {
     o.add("model", "F", SERVELITE_MODEL, "GGUF file");
     o.add("workload", "six|F", "six", "the six-request scene or a workload file (docs/10_side_by_side.md)");
     o.add("seats", "N", "8", "most requests in a batch");
-    o.add("kv-mb", "X", "12", "KV memory in MB (2^20 bytes), the same for all");
+    o.add("kv-mb", "X", "8", "KV memory in MB (2^20 bytes), the same for all");
     o.add("block", "N", "16", "tokens in a block of KV");
     o.add("threads", "N", "0", "threads of the forward pass; 0: all cores");
     o.add("patience-ms", "X", "20", "how long the bus waits for more passengers");

@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
   #include <immintrin.h>

@@ -19,6 +19,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -80,6 +82,8 @@ class Tokenizer {
     bytes_.fill(-1);
     for (size_t i = 0; i < n; ++i) {
       if (v_.tokens[i].empty()) fail("vocabulary: token ", i, " is empty");
+      if (!std::isfinite(v_.scores[i]))
+        fail("vocabulary: token ", i, ": expected a finite score, found ", v_.scores[i]);
       const auto [known, fresh] = ids_.emplace(v_.tokens[i], static_cast<int>(i));
       if (!fresh) fail("vocabulary: token ", i, " repeats token ", known->second, ", '", v_.tokens[i], "'");
       if (v_.types[i] == TokenType::byte) bytes_[byte_of(static_cast<int>(i))] = static_cast<int>(i);
@@ -161,7 +165,10 @@ class Tokenizer {
   }
 
  private:
-  const std::string& text(int id) const { return v_.tokens[static_cast<size_t>(id)]; }
+  const std::string& text(int id) const {
+    assert(id >= 0 && id < size());
+    return v_.tokens[static_cast<size_t>(id)];
+  }
 
   /// <0x0A> -> 10
   size_t byte_of(int id) const {

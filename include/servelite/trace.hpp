@@ -55,7 +55,7 @@ inline void label(Json& json, const std::string& what, const std::string& name, 
 }
 
 inline void write_step(Json& json, const StepRecord& step, double free_from, size_t process) {
-  // step.schedule also counts the books kept after the step before, so the slice may have to be cut short.
+  // step.schedule also counts the books kept after this step, so the slice may have to be cut short.
   const double decide = std::max(step.begin - step.schedule, free_from);
   slice(json, "schedule", process, 0, std::min(decide, step.begin), step.begin).key("args").begin_object();
   json.field("schedule_us", step.schedule * 1e6).field("would_fit", step.would_fit);

@@ -5,7 +5,7 @@
 //   # a comment
 //   @pip = Your name is Pip. The secret word is lantern.      names a system prompt
 //   0.000 | @pip | What is the secret word? | 16               arrival s | system | user | max tokens
-//   0.005 | Be brief. | Count to 9.         | 64               a system prompt may stand in place
+//   0.005 | Be brief. | Count from 2 to 9.   | 64               a system prompt may stand in place
 //   0.010 | | What is 2 plus 3?             | 16               or be left out
 //
 // Within a field, \n is a line break, \| a bar and \\ a backslash; blanks around a field do not count.
@@ -38,8 +38,8 @@ inline std::vector<Request> six_requests() {
       "Old friends often meet at the long table. Speak clearly and do not hurry. "
       "The chairs near the window are the best ones. Thank the guests when they leave.";
   std::vector<Request> requests;
-  for (const char* user : {"Tell me a long story about a fox.", "What is the secret word?", "Count to 60.",
-                           "Tell me a long story about an owl.",
+  for (const char* user : {"Tell me a long story about a fox.", "What is the secret word?",
+                           "Count from 1 to 60.", "Tell me a long story about an owl.",
                            "Reverse the list: boat, river, moon, king, lamp.", "Who are you?"}) {
     Request r;
     r.arrival = 0.001 * static_cast<double>(requests.size());
