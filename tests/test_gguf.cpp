@@ -409,8 +409,8 @@ TEST_CASE("a file is replaced whole or not at all") {
   std::filesystem::create_directory(folder.file("taken"));  // the last step, renaming, fails
   CHECK(message([&] {
           write_gguf(folder.file("taken"), {}, {});
-        }).find("expected to write 32 bytes, found") != std::string::npos);
-  CHECK(message([&] { write_gguf(folder.file("none/a.gguf"), {}, {}); }).find("expected to write") !=
+        }).find("cannot write") != std::string::npos);
+  CHECK(message([&] { write_gguf(folder.file("none/a.gguf"), {}, {}); }).find("cannot write") !=
         std::string::npos);
   CHECK(folder.list().size() == 2);  // nothing partial is left
 }
