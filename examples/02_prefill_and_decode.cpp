@@ -63,7 +63,8 @@ void show(const std::string& model_path, int threads, int most) {
   const double n = static_cast<double>(prompt.size()),
                m = static_cast<double>(tokens.size() - prompt.size() - 1);
   const double prefill = prefilled - begin, decode = decoded - prefilled, no_cache = recomputed - decoded;
-  std::printf("%s, %d threads\n\n", lanes::kName, transformer.threads());
+  std::printf("%s, %d thread%s\n\n", lanes::kName, transformer.threads(),
+              transformer.threads() == 1 ? "" : "s");
   std::printf("prefill            %4.0f tokens in   1 pass    %8.2f ms   %8.0f tokens/s\n", n, 1e3 * prefill,
               n / prefill);
   std::printf(
