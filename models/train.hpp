@@ -365,17 +365,6 @@ class Trainer {
     return loss;
   }
 
-  /// Logits of row t after run(): [V].
-  std::vector<float> logits_of(int t) const {
-    std::vector<float> y(static_cast<size_t>(s.vocabulary));
-    for (int v = 0; v < s.vocabulary; ++v)
-      for (int i = 0; i < s.width; ++i)
-        y[static_cast<size_t>(v)] = std::fma(
-            norm_[static_cast<size_t>(t * s.width + i)],
-            parameters[layout.embedding + static_cast<size_t>(v * s.width + i)], y[static_cast<size_t>(v)]);
-    return y;
-  }
-
  private:
   struct Saved {                                    // what backward needs of a layer's forward
     std::vector<float> x, norm, scale, qkv, heads;  // [T x D], [T x D], [T], [T x (H+2G)E], [T x HE]

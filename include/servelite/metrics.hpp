@@ -46,13 +46,13 @@ struct StepRecord {
 struct RequestRecord {
   int index = 0;
   double arrival = 0, first_scheduled = -1;
-  double prepare = 0;             ///< seconds for tokenising and submitting: the per-request overhead
-  std::vector<double> sampled_at; ///< when each token was sampled
-  std::vector<double> out_at;     ///< when each token could leave
+  double prepare = 0;                 ///< seconds for tokenising and submitting: the per-request overhead
+  std::vector<double> sampled_at;     ///< when each token was sampled
+  std::vector<double> out_at;         ///< when each token could leave
   std::vector<uint64_t> logits_hash;  ///< FNV-1a of the logits each token was sampled from
   std::vector<int> prompt, output;    ///< ids; output with the end-of-turn token, where there is one
   int shared_tokens = 0;
-  std::string user, text, refusal;    ///< question and answer
+  std::string user, text, refusal;  ///< question and answer
   Finish finish = Finish::none;
 };
 
@@ -89,8 +89,9 @@ struct Summary {
   Percentiles ttft, itl, tpot, e2e, queue;
   int requests = 0, refused = 0;
   int64_t output_tokens = 0, prompt_tokens = 0;
-  int64_t prefill_computed = 0;  ///< prompt rows computed for requests, padding not counted
-  int64_t prefill_unique = 0;    ///< distinct prompt prefixes: what had to be computed at least once
+  int64_t prefill_computed =
+      0;  ///< rows of prefill spans, padding not counted; re-admission after preemption included
+  int64_t prefill_unique = 0;  ///< distinct prompt prefixes: what had to be computed at least once
   int64_t rows_useful = 0, rows_padding = 0, rows_dead = 0, rows_recomputed = 0;
   int kv_peak_used = 0, kv_peak_reserved = 0, would_fit_most = 0;
   double schedule_s = 0, sample_s = 0, forward_s = 0, prepare_s = 0;
