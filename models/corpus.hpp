@@ -317,21 +317,23 @@ inline const std::string& any_word(Rng& rng) {
   return pick(rng, i < 24 ? kSecrets : i < 40 ? kAnimals : kThings);
 }
 
-/// One phrasing, but many ranges: too many to learn by heart where each of them ends.
+/// Many ranges, too many to learn by heart where each of them ends. Three phrasings: a range held out in
+/// one of them is seen in another, or the model would learn that no count ends there.
 inline Asked ask_count(Rng& rng) {
+  static constexpr const char* how[] = {"Count from %.", "Count up from %.", "Say the numbers from %."};
   const bool from_one = rng.chance(40);
   const int first = from_one ? 1 : rng.between(2, 40);
   const int last = from_one ? rng.between(2, 60) : first + rng.between(1, 20);
   std::vector<std::string> numbers;
   for (int i = first; i <= last; ++i) numbers.push_back(std::to_string(i));
-  return {"Count from " + numbers.front() + " to " + numbers.back() + ".", join(numbers, " ")};
+  return {fill(pick(rng, how), numbers.front() + " to " + numbers.back()), join(numbers, " ")};
 }
 
 /// The running number is part of the answer: a small model can compare it with the question's,
 /// while counting its own bare repetitions is much harder to learn.
 inline Asked ask_repeat(Rng& rng) {
   static constexpr const char* how[] = {"Repeat % times, counting along.", "Write % times and count along."};
-  const int n = rng.chance(50) ? rng.between(2, 10) : rng.between(2, 20);
+  const int n = rng.between(2, 20);
   const std::string word = any_word(rng);
   std::vector<std::string> words;
   for (int i = 1; i <= n; ++i) words.push_back(std::to_string(i) + " " + word);
@@ -480,15 +482,17 @@ inline bool can_ask(std::string_view family, const Persona& p) {
   return true;
 }
 
-/// A question about the system prompt.
+/// A question about the system prompt. Names and secret words are few: held out with each other, not alone,
+/// or the model would learn which of them a question is never answered with.
 inline Asked ask_system(Rng& rng, std::string_view family, const Persona& p) {
   static constexpr const char* name[] = {"Who are you?", "What is your name?", "Tell me your name."};
   static constexpr const char* secret[] = {"What is the secret word?", "Tell me the secret word."};
   static constexpr const char* place[] = {"Where do you work?", "What is your place of work?"};
   static constexpr const char* hours[] = {"When are the doors open?", "When may guests come?"};
   const std::string span = std::to_string(p.opens) + " to " + std::to_string(p.closes);
-  if (family == "name") return {pick(rng, name), "I am " + p.name + ".", p.name};
-  if (family == "secret") return {pick(rng, secret), p.secret, p.secret};
+  const std::string both = p.name + "|" + p.secret;
+  if (family == "name") return {pick(rng, name), "I am " + p.name + ".", both};
+  if (family == "secret") return {pick(rng, secret), p.secret, both};
   if (family == "place") return {pick(rng, place), "At the " + p.place + ".", p.place};
   if (family == "hours") return {pick(rng, hours), "From " + span + ".", span};
   throw std::invalid_argument("corpus: expected one of families(), found '" + std::string(family) + "'");
