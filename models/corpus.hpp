@@ -123,9 +123,10 @@ inline std::vector<Pair> pairs(std::string_view text) {
   return list;
 }
 
+/// No name begins with a letter so rare in the texts that the vocabulary has no token for it after a space:
+/// such names share their first token, a bare space, and which follows is then hard to learn.
 inline const std::vector<std::string> kNames = split(
-    "Pip|Mona|Otto|Lena|Bruno|Ada|Felix|Greta|Hugo|Iris|Jonas|Kira|Leo|Nora|Oscar|Petra|Rosa|Sam|Tilda|"
-    "Uma|Viktor|Wanda|Yuri|Zoe");
+    "Pip|Mona|Otto|Lena|Bruno|Felix|Greta|Hugo|Iris|Leo|Nora|Oscar|Petra|Rosa|Sam|Tilda|Wanda|Yuri");
 /// A place is one word of each: 256 places, too many to learn by heart, so the answer has to be copied.
 /// No two of the second words begin alike, which keeps them apart from their first token on.
 inline const std::vector<std::string> kPlaceKinds =
@@ -320,7 +321,7 @@ inline const std::string& any_word(Rng& rng) {
 /// Many ranges, too many to learn by heart where each of them ends. Three phrasings: a range held out in
 /// one of them is seen in another, or the model would learn that no count ends there.
 inline Asked ask_count(Rng& rng) {
-  static constexpr const char* how[] = {"Count from %.", "Count up from %.", "Say the numbers from %."};
+  static constexpr const char* how[] = {"Count from %.", "Count up from %."};
   const bool from_one = rng.chance(40);
   const int first = from_one ? 1 : rng.between(2, 40);
   const int last = from_one ? rng.between(2, 60) : first + rng.between(1, 20);
@@ -333,7 +334,7 @@ inline Asked ask_count(Rng& rng) {
 /// while counting its own bare repetitions is much harder to learn.
 inline Asked ask_repeat(Rng& rng) {
   static constexpr const char* how[] = {"Repeat % times, counting along.", "Write % times and count along."};
-  const int n = rng.between(2, 20);
+  const int n = rng.between(2, 12);
   const std::string word = any_word(rng);
   std::vector<std::string> words;
   for (int i = 1; i <= n; ++i) words.push_back(std::to_string(i) + " " + word);

@@ -157,7 +157,7 @@ std::string obey(const std::string& system, std::string answer) {
 /// The answer before the house rule, from nothing but the texts.
 std::string solve(const std::string& system, const std::string& question) {
   const auto has = [&](const char* part) { return question.find(part) != std::string::npos; };
-  if (has("Count") || has("Say the numbers")) {
+  if (has("Count")) {
     const std::vector<int> n = numbers_in(question);
     std::string answer;
     for (int i = n[0]; i <= n[1]; ++i) answer += std::to_string(i) + " ";
@@ -455,7 +455,7 @@ TEST_CASE("corpus: the same seed gives the same bytes everywhere") {
       add(turn.answer);
     }
   }
-  CHECK(hash == 16654931601250171333u);  // any change of the corpus changes this, and the trained model
+  CHECK(hash == 1747964843206057623u);  // any change of the corpus changes this, and the trained model
   CHECK(conversations(1, 5)[4].system != conversations(2, 5)[4].system);
 }
 
