@@ -25,7 +25,7 @@ namespace servelite::train {
 struct Recipe {
   Shape shape;
   uint64_t seed = 1;
-  int steps = 3200;
+  int steps = 4000;
   int batch = 3072;         // tokens of a step, at least; a conversation is never cut
   float rate = 2e-3f;       // the peak, reached after `warmup` steps, followed by half a cosine ...
   float last_rate = 0.02f;  // ... down to this part of it
