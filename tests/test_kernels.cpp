@@ -173,6 +173,166 @@ TEST_CASE("kernels: matmul is close to double precision") {
   CHECK(worst < 1e-5);
 }
 
+// ---- matmul of other types ------------------------------------------------------------------------------
+
+namespace {
+
+/// True if matmul over 16-bit weights has the bits of matmul over the floats that they stand for.
+template <class Weight>
+bool widened_agrees(float (*value)(uint16_t), int rows, int n_in, int n_out, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<Weight> p(packed_size(n_out, n_in));
+  Floats as_floats;
+  for (Weight& w : p) {
+    do w.bits = static_cast<uint16_t>(random());
+    while (!(std::abs(value(w.bits)) < 100.0f));
+    as_floats.push_back(value(w.bits));
+  }
+  const Floats x = random_floats(z(rows * n_in), seed + 1);
+  Floats right(z(rows * n_out)), y = right;
+  matmul(right.data(), n_out, x.data(), n_in, rows, as_floats.data(), n_in, n_out);
+  for (int t = 0; t < 2; ++t) matmul(y.data(), n_out, x.data(), n_in, rows, p.data(), n_in, n_out, t, 2);
+  return same_bits(y, right);
+}
+
+/// A Q8_0 matrix as its numbers: q [N x K], d [N x K/32]; and packed as kernels.hpp draws it.
+struct Q8Matrix {
+  std::vector<int> q;
+  std::vector<uint16_t> d;
+  std::vector<std::byte> packed;
+};
+
+Q8Matrix random_q8(int n_out, int n_in, unsigned seed) {
+  std::mt19937 random(seed);
+  Q8Matrix m;
+  const int blocks = n_in / 32;
+  for (int i = 0; i < n_out * n_in; ++i) m.q.push_back(static_cast<int>(random() % 256) - 128);
+  for (int i = 0; i < n_out * blocks; ++i) m.d.push_back(static_cast<uint16_t>(0x1c00 + random() % 0x800));
+  m.packed.resize(z(panels_of(n_out) * blocks) * 1088);
+  for (int o = 0; o < n_out; ++o)
+    for (int b = 0; b < blocks; ++b) {
+      std::byte* block = m.packed.data() + (o / 32 * blocks + b) * 1088;
+      std::memcpy(block + o % 32 * 2, &m.d[z(o * blocks + b)], 2);
+      for (int k = 0; k < 32; ++k)
+        block[64 + k / 4 * 128 + o % 32 * 4 + k % 4] =
+            static_cast<std::byte>(m.q[z(o * n_in + b * 32 + k)] + 128);
+    }
+  return m;
+}
+
+/// What the comment over matmul_q8 promises, as plain loops.
+Floats plain_q8(const Floats& x, int rows, const Q8Matrix& m, int n_in, int n_out) {
+  const int blocks = n_in / 32;
+  Floats y;
+  for (int r = 0; r < rows; ++r)
+    for (int o = 0; o < n_out; ++o) {
+      float acc = 0.0f;
+      for (int b = 0; b < blocks; ++b) {
+        const float* from = x.data() + r * n_in + b * 32;
+        float top = 0.0f;
+        for (int k = 0; k < 32; ++k) top = std::max(top, std::abs(from[k]));
+        const float inverse = top > 0 ? 127.0f / top : 0.0f;
+        int dot = 0;
+        for (int k = 0; k < 32; ++k)  // rounded once: in double precision the product is exact
+          dot += m.q[z(o * n_in + b * 32 + k)] *
+                 static_cast<int>(std::nearbyint(double{from[k]} * double{inverse}));
+        acc = std::fma(static_cast<float>(dot), half_to_float(m.d[z(o * blocks + b)]) * (top / 127.0f), acc);
+      }
+      y.push_back(acc);
+    }
+  return y;
+}
+
+}  // namespace
+
+TEST_CASE(
+    "kernels: matmul over F16 and BF16 weights has the bits of matmul over the same numbers as floats") {
+  unsigned seed = 50;
+  for (const int rows : {1, 2, 3, 5, 6, 7, 12, 13, 25, 50})
+    for (const int n_out : {1, 31, 32, 33, 64, 100, 130, 200}) {
+      CAPTURE(rows);
+      CAPTURE(n_out);
+      CHECK(widened_agrees<Half>(half_to_float, rows, 37, n_out, seed++));
+      CHECK(widened_agrees<Bf16>(bf16_to_float, rows, 37, n_out, seed++));
+    }
+}
+
+TEST_CASE(
+    "kernels: matmul in 8 bits is the plain loop, bit for bit, on any threads, and touches nothing else") {
+  unsigned seed = 70;
+  for (const int rows : {1, 2, 3, 4, 6, 7, 12, 13, 50})
+    for (const int n_out : {1, 31, 32, 33, 64, 65, 96, 130, 200})
+      for (const int n_in : {32, 96}) {
+        CAPTURE(rows);
+        CAPTURE(n_out);
+        CAPTURE(n_in);
+        Floats x = random_floats(z(rows * n_in), seed++);
+        std::fill_n(x.begin(), 32, 0.0f);  // a block of nothing
+        const Q8Matrix m = random_q8(n_out, n_in, seed++);
+        const Floats right = plain_q8(x, rows, m, n_in, n_out);
+        Q8Rows q;
+        q.make_room(rows, n_in);
+        for (int r = 0; r < rows; ++r) quantize_row(q, r, x.data() + r * n_in, n_in);
+        for (int threads = 1; threads <= 3; ++threads) {
+          const int stride = n_out + 3;
+          Floats y(z(rows * stride), 7.0f), expected = y;
+          for (int r = 0; r < rows; ++r)
+            std::copy_n(right.begin() + r * n_out, n_out, expected.begin() + r * stride);
+          for (int t = 0; t < threads; ++t)
+            matmul_q8(y.data(), stride, q, rows, m.packed.data(), n_in, n_out, t, threads);
+          CHECK(same_bits(y, expected));
+        }
+      }
+}
+
+TEST_CASE("kernels: a row in 8 bits by hand") {
+  Floats x(32, 0.0f);
+  x[0] = -2.54f, x[1] = 1.27f, x[2] = 0.02f, x[3] = 0.0099f, x[4] = 0.0101f, x[31] = 2.54f;  // a unit is 0.02
+  Q8Rows q;
+  q.make_room(2, 32);
+  quantize_row(q, 1, x.data(), 32);
+  const int8_t* row = q.q.data() + 32;
+  CHECK(int{row[0]} == -127);
+  CHECK((row[1] == 63 || row[1] == 64));  // 63.5, or a bit's breadth beside it
+  CHECK(int{row[2]} == 1);
+  CHECK(int{row[3]} == 0);
+  CHECK(int{row[4]} == 1);
+  CHECK(int{row[31]} == 127);
+  CHECK(q.scale[1] == 2.54f / 127.0f);
+  CHECK(q.start[1] == -128 * (row[1] + 2));
+}
+
+TEST_CASE("kernels: the queries of a tile have the bits each has alone, whatever blocks hold the positions") {
+  for (const int E : {16, 32, 64, 128})
+    for (const int P : {4, 16, 64})
+      for (const int count : {1, 2, 3, 4, 5, 8, 11}) {
+        CAPTURE(E);
+        CAPTURE(P);
+        CAPTURE(count);
+        const int tokens = 150, blocks = (tokens + P - 1) / P;
+        const KvShape s{1, E, P};
+        Floats kv(z(blocks) * 2 * s.half(), std::numeric_limits<float>::quiet_NaN());
+        std::vector<int> table(z(blocks));
+        std::iota(table.rbegin(), table.rend(), 0);
+        const Floats q = random_floats(z(count * E), 91, 0.5f), k = random_floats(z(tokens * E), 92, 2.0f),
+                     v = random_floats(z(tokens * E), 93);
+        for (int p = 0; p < tokens; ++p)
+          write_kv(kv.data() + z(table[z(p / P)]) * 2 * s.half(), k.data() + p * E, v.data() + p * E, p % P,
+                   s);
+        Floats together(z(count * E)), alone = together, scratch(z(count * 192));
+        std::vector<Query> tile;
+        for (int i = 0; i < count; ++i) {
+          const int n =
+              std::min(tokens, 1 + i * (count > 5 ? 14 : 33) + i / 2);  // over several chunks of positions
+          tile.push_back({q.data() + i * E, together.data() + i * E, n});
+          Query one{q.data() + i * E, alone.data() + i * E, n};
+          paged_attention(&one, 1, 0, kv.data(), table.data(), s, scratch.data());
+        }
+        paged_attention(tile.data(), count, 0, kv.data(), table.data(), s, scratch.data());
+        CHECK(same_bits(together, alone));
+      }
+}
+
 // ---- row kernels ----------------------------------------------------------------------------------------
 
 TEST_CASE("kernels: rmsnorm by hand and against double precision") {
@@ -366,9 +526,12 @@ Floats run_paged(const Scene& a, int block_size, unsigned seed) {
     write_kv(kv.data() + z(table[z(p / block_size)]) * 2 * s.half(), a.k.data() + p * row,
              a.v.data() + p * row, p % block_size, s);
   Floats out(a.q.size()), scratch(z(a.heads * ((a.tokens + 63) / 64 * 64)));
-  for (int g = 0; g < a.kv_heads; ++g)
-    paged_attention(out.data() + g * a.heads * a.head_width, a.q.data() + g * a.heads * a.head_width, a.heads,
-                    g, kv.data(), table.data(), a.tokens, s, scratch.data());
+  for (int g = 0; g < a.kv_heads; ++g) {
+    std::vector<Query> queries;
+    for (int h = g * a.heads; h < (g + 1) * a.heads; ++h)
+      queries.push_back({a.q.data() + h * a.head_width, out.data() + h * a.head_width, a.tokens});
+    paged_attention(queries.data(), a.heads, g, kv.data(), table.data(), s, scratch.data());
+  }
   return out;
 }
 

@@ -110,7 +110,7 @@ TEST_CASE("model: what may be left out") {
   CHECK(m.config.kv_heads == 2);  // as many as heads
   CHECK(m.config.head_width == 16);
   CHECK(m.config.rope_base == 10000.0);
-  CHECK(m.output_matrix.panels.empty());
+  CHECK(!m.output_matrix.panels);
   CHECK(&m.output() == &m.embedding);
   const Vocabulary v = read_vocabulary(file);
   CHECK(v.unk == 0);

@@ -4,9 +4,11 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <servelite/simd.hpp>
@@ -246,6 +248,53 @@ TEST_CASE("simd: exp64 against libm, relative error below 1e-14 for |x| < 700") 
   CHECK(worst < 1e-14);
   CHECK(exp64(0.0) == 1.0);
   CHECK(exp64(1.0) == doctest::Approx(2.718281828459045).epsilon(1e-15));
+}
+
+TEST_CASE("simd: halves and bfloat16 are widened to the floats that they are, all 65536 of them") {
+  int wrong = 0;
+  for (uint32_t first = 0; first < 65536; first += 16) {
+    Half halves[16];
+    Bf16 bfs[16];
+    for (uint32_t i = 0; i < 16; ++i) halves[i].bits = bfs[i].bits = static_cast<uint16_t>(first + i);
+    float h[16], b[16];
+    store(h, load(halves)), store(b, load(bfs));
+    for (int i = 0; i < 16; ++i)
+      wrong += !same(h[i], half_to_float(halves[i].bits)) + !same(b[i], bf16_to_float(bfs[i].bits));
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("simd: dot4 sums four products of an unsigned and a signed byte, exactly") {
+  std::mt19937 random(9);
+  int wrong = 0;
+  for (int round = 0; round < 3000; ++round) {
+    uint8_t w[64];
+    int8_t x[64];
+    int32_t before[16], after[16];
+    for (int i = 0; i < 64; ++i) {
+      const bool edge =
+          round < 1000;  // 0, 1, 254, 255 with -128, -127, -1, 0, 1, 127 in all kinds of mixtures
+      w[i] = static_cast<uint8_t>(edge ? std::array{0, 1, 254, 255}[random() % 4]
+                                       : static_cast<int>(random() % 256));
+      x[i] = static_cast<int8_t>(edge ? std::array{-128, -127, -1, 0, 1, 127}[random() % 6]
+                                      : static_cast<int>(random() % 256) - 128);
+    }
+    for (int32_t& b : before) b = static_cast<int32_t>(random() % 2000000) - 1000000;
+    const i32x16 sum = dot4(load_bytes(before), load_bytes(w), load_bytes(x));
+    std::memcpy(after, &sum, sizeof after);
+    float floats[16];
+    store(floats, to_float(sum));
+    for (int l = 0; l < 16; ++l) {
+      int32_t right = before[l];
+      for (int i = 4 * l; i < 4 * l + 4; ++i) right += w[i] * x[i];
+      wrong += after[l] != right || floats[l] != static_cast<float>(right);
+    }
+  }
+  CHECK(wrong == 0);
+  int32_t four[16];
+  const i32x16 same_four = splat_int(-77);
+  std::memcpy(four, &same_four, sizeof four);
+  for (const int32_t i : four) CHECK(i == -77);
 }
 
 TEST_CASE("simd: every instruction set gives these very bits") {

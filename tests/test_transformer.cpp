@@ -3,12 +3,17 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <random>
+#include <servelite/gguf_write.hpp>
 #include <servelite/transformer.hpp>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "reference.hpp"
@@ -287,6 +292,89 @@ TEST_CASE("transformer: a step that wants no logits gives none; the context's la
   silent.logits_of = -1;
   CHECK(run(transformer, {{silent}, {}}).empty());
   CHECK(same_bits(run(transformer, {{span_of(tokens, 49, 50, {2, 0, 3, 1})}, {}}).at(0), expected[49]));
+}
+
+namespace {
+
+/// Weights big enough to use every kind of tile, of a width that Q8_0 can hold.
+Gguf typed_file(DType type) {
+  return convert(file_of({.width = 96,
+                          .layers = 2,
+                          .heads = 6,
+                          .kv_heads = 2,
+                          .head_width = 32,
+                          .feed_forward = 160,
+                          .vocabulary = 290,
+                          .seed = 77}),
+                 type);
+}
+
+uint64_t hash_of(const Logits& logits) {  // FNV-1a
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (const std::vector<float>& row : logits)
+    for (const float f : row) hash = (hash ^ std::bit_cast<uint32_t>(f)) * 0x100000001b3ull;
+  return hash;
+}
+
+}  // namespace
+
+TEST_CASE("transformer: each type of weights has these very bits, on every machine, in every batch") {
+  // Golden: computed on the plain lanes at -O1. Any compiler, instruction set and option must give the same.
+  Ints tokens;
+  for (int i = 0; i < 75; ++i) tokens.push_back((i * i * 7 + 3) % 290);
+  for (const auto& entry : std::map<DType, uint64_t>{{DType::f32, 0xa412bf62ffc2a30cu},
+                                                     {DType::f16, 0xa61039900265a4f2u},
+                                                     {DType::bf16, 0xdf4873c520b4ee0au},
+                                                     {DType::q8_0, 0xe4712f1a843b081du}}) {
+    const DType type = entry.first;  // not a structured binding: clang 14 cannot capture one in a lambda
+    CAPTURE(static_cast<int>(type));
+    const Model model = read_model(typed_file(type));
+    CHECK(model.layers[1].gate_up.type == type);
+    CHECK(model.has_q8() == (type == DType::q8_0));
+    const Logits alone = one_by_one(model, tokens);
+    CHECK(hash_of(alone) == entry.second);
+    for (const int threads : {1, 2, 3})
+      for (const int rows :
+           {1, 2, 5, 12, 75}) {  // five sequences at once, each cut into chunks of so many rows
+        CAPTURE(threads);
+        CAPTURE(rows);
+        Transformer transformer(model, 50, 8, threads);
+        const Ints tables = shuffled_table(50);
+        for (int begin = 0; begin < 75; begin += rows) {
+          const int end = std::min(75, begin + rows);
+          StepBatch step;
+          for (int i = 0; i < 5; ++i)
+            step.spans.push_back(
+                span_of(tokens, begin, end, Ints(tables.begin() + 10 * i, tables.begin() + 10 * i + 10)));
+          for (const std::vector<float>& row : run(transformer, step))
+            CHECK(same_bits(row, alone[static_cast<size_t>(end - 1)]));
+        }
+      }
+  }
+}
+
+TEST_CASE(
+    "transformer: 16-bit weights are exact, 8-bit ones near, compared with the reference on the file's "
+    "numbers") {
+  const Ints tokens = random_tokens(40, 290);
+  for (const DType type : {DType::f32, DType::f16, DType::bf16, DType::q8_0}) {
+    CAPTURE(static_cast<int>(type));
+    const Gguf file = typed_file(type);
+    const Logits fast = one_by_one(read_model(file), tokens);
+    const Rows exact = reference_logits(reference_from(file), tokens);
+    double worst = 0;
+    for (size_t p = 0; p < tokens.size(); ++p) {
+      double largest = 0, error = 0;
+      for (size_t v = 0; v < exact[p].size(); ++v) {
+        largest = std::max(largest, std::abs(exact[p][v]));
+        error = std::max(error, std::abs(exact[p][v] - static_cast<double>(fast[p][v])));
+      }
+      worst = std::max(worst, error / largest);
+    }
+    MESSAGE("worst error " << worst);
+    CHECK(worst < (type == DType::q8_0 ? 0.05 : 1e-4));  // Q8_0: activations are rounded to 8 bits as well
+    CHECK((worst > 1e-4) == (type == DType::q8_0));
+  }
 }
 
 TEST_CASE("transformer: KV memory of no size is refused") {

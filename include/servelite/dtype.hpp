@@ -31,6 +31,14 @@ inline const DTypeInfo* find_dtype(DType type) {
   return nullptr;
 }
 
+/// As they lie in memory.
+struct Half {
+  uint16_t bits;
+};
+struct Bf16 {
+  uint16_t bits;
+};
+
 /// IEEE half precision, 1 sign + 5 exponent + 10 mantissa bits. Every half is a float: exact.
 inline float half_to_float(uint16_t h) {
   const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31u, mantissa = h & 0x3ffu;

@@ -31,7 +31,6 @@
 #include <fstream>
 #include <limits>
 #include <memory>
-#include <new>
 #include <optional>
 #include <set>
 #include <span>
@@ -45,6 +44,7 @@
 
 #include "dtype.hpp"
 #include "error.hpp"
+#include "machine.hpp"
 
 namespace servelite {
 
@@ -140,6 +140,7 @@ struct Gguf {
   std::vector<Tensor> tensors;
   uint32_t alignment = 32;
   std::shared_ptr<const void> bytes;  // what the tensors point into; empty after parse_gguf()
+  bool mapped = false;                // bytes is the file itself, paged in by the system
 
   const Value* find(std::string_view key) const {
     for (const auto& [k, value] : metadata)
@@ -443,21 +444,23 @@ inline Gguf parse_gguf(std::span<const std::byte> bytes, std::string name_for_er
   return file;
 }
 
-/// Reads a whole file into memory that the result owns, aligned for any vector instruction.
+/// Opens a file: its bytes are mapped where the system can do that, else read, and kept by the result.
 inline Gguf read_gguf(const std::string& path) {
   std::error_code error;
   if (!std::filesystem::is_regular_file(path, error))  // a directory opens, and claims to be 2^63 bytes long
     fail(path, ": expected a readable file, found ", error ? error.message() : "something else");
   const size_t size = static_cast<size_t>(std::filesystem::file_size(path, error));
   if (error) fail(path, ": expected a readable file, found ", error.message());
-  constexpr std::align_val_t cache_line{64};
-  const std::shared_ptr<std::byte> bytes(static_cast<std::byte*>(::operator new(size, cache_line)),
-                                         [](std::byte* p) { ::operator delete(p, cache_line); });
-  std::ifstream in(path, std::ios::binary);
-  in.read(reinterpret_cast<char*>(bytes.get()), static_cast<std::streamsize>(size));
-  if (!in) fail(path, ": expected ", size, " bytes, could read ", in.gcount());
+  std::shared_ptr<std::byte> bytes = map_file(path, size);
+  const bool mapped = bytes != nullptr;
+  if (!mapped) {
+    bytes = allocate(size);
+    std::ifstream in(path, std::ios::binary);
+    in.read(reinterpret_cast<char*>(bytes.get()), static_cast<std::streamsize>(size));
+    if (!in) fail(path, ": expected ", size, " bytes, could read ", in.gcount());
+  }
   Gguf file = parse_gguf({bytes.get(), size}, path);
-  file.bytes = bytes;
+  file.bytes = bytes, file.mapped = mapped;
   return file;
 }
 

@@ -3,9 +3,13 @@
 // For the trainer, for presets and for tests; serving only reads. Outer circle.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <variant>
@@ -13,6 +17,7 @@
 
 #include "files.hpp"
 #include "gguf.hpp"
+#include "machine.hpp"
 
 namespace servelite {
 
@@ -95,6 +100,65 @@ inline void write_gguf(const std::string& path, const Metadata& metadata,
                        const std::vector<Tensor>& tensors) {
   const std::vector<std::byte> bytes = gguf_bytes(metadata, tensors, path);
   write_file(path, {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+}
+
+// ---- changing types --------------------------------------------------------------------------------
+
+/// n floats as the bytes of a tensor type: F32, F16, BF16 (rounded to nearest, ties to even) or Q8_0 (blocks of
+/// 32: scale = largest size / 127 as a half, numbers rounded to whole multiples of it).
+inline void quantize(DType type, const float* x, size_t n, std::byte* out) {
+  const auto put_next = [&out](auto number) {
+    std::memcpy(out, &number, sizeof number);
+    out += sizeof number;
+  };
+  const DTypeInfo* info = find_dtype(type);
+  if (!info || n % info->block != 0) fail("quantize: expected a multiple of the type's block, found ", n, " numbers");
+  if (type == DType::f32) return void(std::memcpy(out, x, n * 4));
+  for (size_t i = 0; i < n; i += info->block) {
+    if (type == DType::f16) put_next(float_to_half(x[i]));
+    else if (type == DType::bf16) put_next(float_to_bf16(x[i]));
+    else if (type == DType::q8_0) {
+      float top = 0;
+      for (size_t k = i; k < i + 32; ++k) top = std::max(top, std::abs(x[k]));
+      const uint16_t scale = float_to_half(top / 127.0f);
+      const float d = half_to_float(scale);
+      put_next(scale);
+      for (size_t k = i; k < i + 32; ++k)
+        put_next(static_cast<int8_t>(d > 0 ? std::clamp(std::nearbyint(x[k] / d), -127.0f, 127.0f) : 0.0f));
+    } else {
+      fail("quantize: expected F32, F16, BF16 or Q8_0, found ", info->name);
+    }
+  }
+}
+
+/// "f32", "f16", "bf16" or "q8_0", as the programs' --type has it.
+inline DType dtype_of(const std::string& name) {
+  if (name == "f32") return DType::f32;
+  if (name == "f16") return DType::f16;
+  if (name == "bf16") return DType::bf16;
+  if (name == "q8_0") return DType::q8_0;
+  fail("type: expected f32, f16, bf16 or q8_0, found '", name, "'");
+}
+
+/// The same model with its matrices in another type; vectors stay as they are. The result owns its bytes.
+inline Gguf convert(const Gguf& file, DType type) {
+  Gguf out{file.name, file.metadata, {}, file.alignment, {}, false};
+  auto memory = std::make_shared<std::vector<std::shared_ptr<std::byte>>>();
+  for (const Tensor& t : file.tensors) {
+    Tensor converted = make_tensor(t.name, t.dims.size() < 2 ? t.type : type, t.dims, nullptr);
+    memory->push_back(allocate(static_cast<size_t>(converted.bytes)));
+    converted.data = memory->back().get();
+    if (converted.type == t.type) {
+      std::memcpy(memory->back().get(), t.data, static_cast<size_t>(t.bytes));
+    } else {
+      std::vector<float> values(static_cast<size_t>(t.elements()));
+      dequantize(t, values.data());
+      quantize(type, values.data(), values.size(), memory->back().get());
+    }
+    out.tensors.push_back(std::move(converted));
+  }
+  out.bytes = memory;
+  return out;
 }
 
 }  // namespace servelite

@@ -15,7 +15,8 @@
 #include <algorithm>
 #include <cassert>
 #include <cmath>
-#include <span>
+#include <cstddef>
+#include <cstring>
 #include <vector>
 
 #include "simd.hpp"
@@ -61,8 +62,8 @@ inline void pack_panels(float* packed, const float* w, int n_out, int n_in) {
 //   for r in rows, for o in outputs:  acc = add ? y[r][o] : 0;  for k ascending: acc = fma(x[r][k], w[o][k], acc)
 // R rows times Q panels are kept in registers: R * Q * 2 chains run side by side and hide the latency
 // of each. R and Q are chosen by the number of registers, and change no bit.
-template <int R, int Q>
-inline void matmul_tile(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, const float* panel,
+template <int R, int Q, class Weight>
+inline void matmul_tile(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, const Weight* panel,
                         int n_in, int n_out_left, bool add) {
   if (n_out_left < Q * kPanel) {  // the last panel is wider than y: compute into a full one, keep what fits
     alignas(64) float full[R * Q * kPanel] = {};
@@ -97,48 +98,174 @@ constexpr int panels_for(int rows) {
 }
 
 /// `rows` <= R rows of Q panels: finds the tile of exactly this many rows.
-template <int R, int Q>
+template <int R, int Q, class Weight>
 inline void matmul_up_to(int rows, float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride,
-                         const float* panel, int n_in, int n_out_left, bool add) {
+                         const Weight* panel, int n_in, int n_out_left, bool add) {
   if (rows == R) return matmul_tile<R, Q>(y, y_stride, x, x_stride, panel, n_in, n_out_left, add);
   if constexpr (R > 1) matmul_up_to<R - 1, Q>(rows, y, y_stride, x, x_stride, panel, n_in, n_out_left, add);
 }
 
 /// All rows of a group of Q panels.
-template <int Q>
+template <int Q, class Weight>
 inline void matmul_group(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows,
-                         const float* panel, int n_in, int n_out_left, bool add) {
+                         const Weight* panel, int n_in, int n_out_left, bool add) {
   constexpr int most = Q == 4 ? 2 : Q == 2 ? (kManyRegisters ? 6 : 1) : kTileRows;
   for (int r = 0; r < rows; r += most)
     matmul_up_to<most, Q>(std::min(most, rows - r), y + r * y_stride, y_stride, x + r * x_stride, x_stride,
                           panel, n_in, n_out_left, add);
 }
 
-/// y[rows x N] (+)= x[rows x K] * W^T with W packed; this thread's share of the panels.
-/// Strides in floats between rows. add: y's old value starts the chain instead of 0.
-inline void matmul(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows,
-                   const float* packed, int n_in, int n_out, int thread = 0, int threads = 1,
-                   bool add = false) {
-  // Few rows: several panels at once, or the few chains would wait for each other. Many rows: one panel
-  // at a time stays in the cache; threads then share panels, and rows too, since panels may be few.
+/// Shares out the matmul of `rows` rows and N outputs: calls part(first panel, panels, first row, rows) for this
+/// thread's pieces. Few rows: several panels at once, or the few chains would wait for each other. Many rows:
+/// one panel at a time stays in the cache; threads then share panels, and rows too, since panels may be few.
+template <class Part>
+inline void each_piece(int rows, int n_out, int thread, int threads, Part&& part) {
   const int panels = panels_of(n_out), group = panels_for(rows), groups = (panels + group - 1) / group;
   const int slices = rows >= 2 * kTileRows * threads ? threads : 1;
   for (int unit = thread; unit < groups * slices; unit += threads) {
-    const int slice = unit % slices;
+    const int slice = unit % slices, last = std::min(unit / slices * group + group, panels);
     const int r0 = static_cast<int>(static_cast<int64_t>(rows) * slice / slices);
     const int r1 = static_cast<int>(static_cast<int64_t>(rows) * (slice + 1) / slices);
-    const int last = std::min(unit / slices * group + group, panels);
     for (int p = unit / slices * group; p < last;) {
-      const float* panel = packed + static_cast<ptrdiff_t>(p) * kPanel * n_in;
-      float* to = y + r0 * y_stride + p * kPanel;
-      const float* from = x + r0 * x_stride;
-      const int left = n_out - p * kPanel, q = last - p >= group ? group : 1;
-      if (q == 4) matmul_group<4>(to, y_stride, from, x_stride, r1 - r0, panel, n_in, left, add);
-      if (q == 2) matmul_group<2>(to, y_stride, from, x_stride, r1 - r0, panel, n_in, left, add);
-      if (q == 1) matmul_group<1>(to, y_stride, from, x_stride, r1 - r0, panel, n_in, left, add);
-      p += q;
+      const int together = last - p >= group ? group : 1;
+      part(p, together, r0, r1 - r0);
+      p += together;
     }
   }
+}
+
+/// y[rows x N] (+)= x[rows x K] * W^T with W packed; this thread's share of the panels.
+/// Strides in numbers between rows. add: y's old value starts the chain instead of 0.
+/// Weight: float, or Half or Bf16, which are widened as they are read.
+template <class Weight>
+inline void matmul(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows, const Weight* packed,
+                   int n_in, int n_out, int thread = 0, int threads = 1, bool add = false) {
+  each_piece(rows, n_out, thread, threads, [&](int p, int panels, int r0, int count) {
+    const Weight* panel = packed + static_cast<ptrdiff_t>(p) * kPanel * n_in;
+    float* to = y + r0 * y_stride + p * kPanel;
+    const float* from = x + r0 * x_stride;
+    const int left = n_out - p * kPanel;
+    if (panels == 4) matmul_group<4>(to, y_stride, from, x_stride, count, panel, n_in, left, add);
+    if (panels == 2) matmul_group<2>(to, y_stride, from, x_stride, count, panel, n_in, left, add);
+    if (panels == 1) matmul_group<1>(to, y_stride, from, x_stride, count, panel, n_in, left, add);
+  });
+}
+
+// ---- matmul in 8 bits -------------------------------------------------------------------------------
+//
+// Q8_0: 32 weights of a row share one scale: w = d * q, q -128..127. Activations are brought into the same
+// form, x = dx * qx, and then per 32 inputs the sum of products is one of integers, which is exact:
+//
+//   y[o] = sum over blocks b:  (d[o][b] * dx[b]) * (sum over 32: q[o][k] * qx[k])      one fma chain over b
+//
+// The bytes of a panel, block of inputs by block of inputs; q + 128 as unsigned bytes, since the processors'
+// instruction multiplies unsigned by signed ones; the extra 128 * sum of qx is taken off where a sum starts:
+//
+//   b=0: d[0] .. d[31] (Half) | k=0..3: q[0][0..3] .. q[31][0..3] | k=4..7: ... | .. | k=28..31: ...
+//   b=1: ...
+
+inline constexpr int kQ8Inputs = 32;
+inline constexpr int kQ8Block = kPanel * (2 + kQ8Inputs);  // bytes
+
+/// Rows of activations in 8 bits.
+struct Q8Rows {
+  std::vector<int8_t> q;       // [rows x K]
+  std::vector<float> scale;    // [rows x K/32]
+  std::vector<int32_t> start;  // [rows x K/32]: -128 * the sum of q
+
+  void make_room(int rows, int n_in) {
+    const size_t n = static_cast<size_t>(rows) * static_cast<size_t>(n_in);
+    if (q.size() < n) q.resize(n), scale.resize(n / kQ8Inputs), start.resize(n / kQ8Inputs);
+  }
+};
+
+/// Row r of `rows` becomes x[K]: per 32 the largest size becomes 127, the rest is rounded to whole numbers.
+inline void quantize_row(Q8Rows& rows, int r, const float* x, int n_in) {
+  for (int b = 0; b < n_in / kQ8Inputs; ++b) {
+    const float* from = x + b * kQ8Inputs;
+    const size_t at = static_cast<size_t>(r) * static_cast<size_t>(n_in / kQ8Inputs) + static_cast<size_t>(b);
+    int8_t* q = rows.q.data() + at * kQ8Inputs;
+    f32x16 sizes = max(load(from), load(from + 16));
+    sizes = max(sizes, sub(splat(0.0f), min(load(from), load(from + 16))));
+    float size[16];
+    store(size, sizes);
+    const float top = *std::max_element(size, size + 16), inverse = top > 0 ? 127.0f / top : 0.0f;
+    int32_t sum = 0, bits[kQ8Inputs];
+    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, in the low bits
+    for (int i = 0; i < kQ8Inputs; i += 16) {
+      const f32x16 t = fma(load(from + i), splat(inverse), magic);
+      std::memcpy(bits + i, &t, sizeof t);
+    }
+    for (int i = 0; i < kQ8Inputs; ++i) q[i] = static_cast<int8_t>(bits[i]), sum += q[i];
+    rows.scale[at] = top / 127.0f;
+    rows.start[at] = -128 * sum;
+  }
+}
+
+/// R rows (from row r0 of x) times Q panels; the comment above says what it computes.
+template <int R, int Q>
+inline void matmul_q8_tile(float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0, const std::byte* panel, int blocks,
+                           int n_out_left) {
+  f32x16 acc[R][Q * 2];
+  for (int r = 0; r < R; ++r)
+    for (int q = 0; q < Q * 2; ++q) acc[r][q] = splat(0.0f);
+  for (int b = 0; b < blocks; ++b) {
+    i32x16 sum[R][Q * 2];
+    const size_t row_at = static_cast<size_t>(r0) * static_cast<size_t>(blocks) + static_cast<size_t>(b);
+    for (int r = 0; r < R; ++r)
+      for (int q = 0; q < Q * 2; ++q) sum[r][q] = splat_int(x.start[row_at + static_cast<size_t>(r * blocks)]);
+    const auto block = [&](int q) { return panel + (static_cast<ptrdiff_t>(q / 2) * blocks + b) * kQ8Block; };
+    for (int k = 0; k < kQ8Inputs; k += 4) {
+      i32x16 w[Q * 2];
+      for (int q = 0; q < Q * 2; ++q) {
+        w[q] = load_bytes(block(q) + 2 * kPanel + k * kPanel + q % 2 * 64);
+        keep(w[q]);
+      }
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        std::memcpy(&four, x.q.data() + (row_at + static_cast<size_t>(r * blocks)) * kQ8Inputs + k, 4);
+        const i32x16 xs = splat_int(four);
+        for (int q = 0; q < Q * 2; ++q) sum[r][q] = dot4(sum[r][q], w[q], xs);
+      }
+    }
+    for (int q = 0; q < Q * 2; ++q) {
+      const f32x16 d = load(reinterpret_cast<const Half*>(block(q)) + q % 2 * 16);
+      for (int r = 0; r < R; ++r)
+        acc[r][q] = fma(to_float(sum[r][q]), mul(d, splat(x.scale[row_at + static_cast<size_t>(r * blocks)])), acc[r][q]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    float full[Q * kPanel];
+    for (int q = 0; q < Q * 2; ++q) store(full + q * 16, acc[r][q]);
+    std::copy_n(full, std::min(n_out_left, Q * kPanel), y + r * y_stride);
+  }
+}
+
+template <int R, int Q>
+inline void matmul_q8_up_to(int rows, float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0, const std::byte* panel,
+                            int blocks, int n_out_left) {
+  if (rows == R) return matmul_q8_tile<R, Q>(y, y_stride, x, r0, panel, blocks, n_out_left);
+  if constexpr (R > 1) matmul_q8_up_to<R - 1, Q>(rows, y, y_stride, x, r0, panel, blocks, n_out_left);
+}
+
+/// y[rows x N] = x * W^T, both in 8 bits; this thread's share. packed: panels of K/32 blocks.
+inline void matmul_q8(float* y, ptrdiff_t y_stride, const Q8Rows& x, int rows, const std::byte* packed, int n_in,
+                      int n_out, int thread = 0, int threads = 1) {
+  constexpr int most = kManyRegisters ? 6 : 2;
+  const int blocks = n_in / kQ8Inputs;
+  each_piece(rows, n_out, thread, threads, [&](int p, int panels, int r0, int count) {
+    for (const int last = p + panels; p < last;) {
+      const std::byte* panel = packed + static_cast<ptrdiff_t>(p) * blocks * kQ8Block;
+      const int left = n_out - p * kPanel, together = rows <= 2 && last - p >= 2 ? 2 : 1;
+      for (int r = 0; r < count; r += most) {
+        float* to = y + (r0 + r) * y_stride + p * kPanel;
+        const int now = std::min(most, count - r);
+        if (together == 2) matmul_q8_up_to<2, 2>(now, to, y_stride, x, r0 + r, panel, blocks, left);
+        if (together == 1) matmul_q8_up_to<most, 1>(now, to, y_stride, x, r0 + r, panel, blocks, left);
+      }
+      p += together;
+    }
+  });
 }
 
 // ---- row kernels ----------------------------------------------------------------------------------
@@ -248,81 +375,133 @@ inline void copy_kv(float* to, const float* from, int tokens, const KvShape& s) 
   }
 }
 
-/// scores[p] = q . k[p] for positions 0..n-1, one chain over e per position. q comes scaled by 1 / sqrt(E).
-/// kv: base of the layer's blocks; block b starts at kv + b * 2 * half().
-inline void attention_scores(float* scores, const float* q, int g, const float* kv, const int* table, int n,
-                             const KvShape& s) {
+/// One query vector: q (scaled by 1 / sqrt(E)) and out [E]; it sees the first n positions of its sequence.
+struct Query {
+  const float* q;
+  float* out;
+  int n;
+  float total = 0.0f;  // of the softmax numerators
+};
+
+// A tile is some queries of one sequence that share a KV head: rows of a prefill, heads of a group. It goes
+// through the positions in chunks, so that a chunk of K or V is read from memory once for all of them.
+inline constexpr int kQueries = kManyRegisters ? 4 : 2;     // so many queries at once share a loaded K or V
+inline constexpr int kChunk = 16 * (kManyRegisters ? 4 : 2);  // positions
+
+/// scores[r][p] = q[r] . k[p] for R queries and the chunk of positions from p0 (as far as n): one chain over e
+/// each. Lanes are positions; those past n hold nothing of use.
+template <int R>
+inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queries, int g, const float* kv,
+                             const int* table, int p0, int n, const KvShape& s) {
   const int width = s.head_width, block_size = s.block_size;
   const auto k_at = [&](int p) {  // address of k[p][0]; the next e is block_size floats further
     return kv + static_cast<size_t>(table[p / block_size]) * 2 * s.half() +
            static_cast<size_t>(g * width * block_size + p % block_size);
   };
   if (block_size % 16 != 0) {  // small blocks: the plain loop, which says what the fast one computes
-    for (int p = 0; p < n; ++p) {
-      const float* k = k_at(p);
-      float dot = 0.0f;
-      for (int e = 0; e < width; ++e) dot = std::fma(q[e], k[e * block_size], dot);
-      scores[p] = dot;
-    }
+    for (int r = 0; r < R; ++r)
+      for (int p = p0; p < std::min(n, p0 + kChunk); ++p) {
+        const float* k = k_at(p);
+        float dot = 0.0f;
+        for (int e = 0; e < width; ++e) dot = std::fma(queries[r].q[e], k[e * block_size], dot);
+        scores[r * stride + p] = dot;
+      }
     return;
   }
-  constexpr int kGroups = 4;  // 64 positions at a time: four independent chains
-  for (int p = 0; p < n; p += 16 * kGroups) {
-    const float* k[kGroups];
-    f32x16 dot[kGroups];
-    const int groups = std::min(kGroups, (n - p + 15) / 16);
-    for (int j = 0; j < kGroups; ++j) k[j] = k_at(p + 16 * std::min(j, groups - 1)), dot[j] = splat(0.0f);
-    for (int e = 0; e < width; ++e) {
-      const f32x16 qe = splat(q[e]);
-      for (int j = 0; j < kGroups; ++j) dot[j] = fma(qe, load(k[j] + e * block_size), dot[j]);
+  constexpr int kGroups = kChunk / 16;
+  const int groups = std::min(kGroups, (n - p0 + 15) / 16);
+  const float* k[kGroups];
+  f32x16 dot[R][kGroups];
+  for (int j = 0; j < kGroups; ++j) {
+    k[j] = k_at(p0 + 16 * std::min(j, groups - 1));
+    for (int r = 0; r < R; ++r) dot[r][j] = splat(0.0f);
+  }
+  for (int e = 0; e < width; ++e) {
+    f32x16 ke[kGroups];
+    for (int j = 0; j < kGroups; ++j) ke[j] = load(k[j] + e * block_size), keep(ke[j]);
+    for (int r = 0; r < R; ++r) {
+      const f32x16 qe = splat(queries[r].q[e]);
+      for (int j = 0; j < kGroups; ++j) dot[r][j] = fma(qe, ke[j], dot[r][j]);
     }
-    for (int j = 0; j < groups; ++j) store(scores + p + 16 * j, dot[j]);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < groups; ++j) store(scores + r * stride + p0 + 16 * j, dot[r][j]);
+}
+
+/// out[r][e] += weights[r][p] * v[p][e] for R queries and positions p0 to p1 - 1: chains over p go on.
+/// Lanes are e, W * 16 of them at a time.
+template <int R, int W>
+inline void attention_values(const float* weights, ptrdiff_t stride, const Query* queries, int g, const float* kv,
+                             const int* table, int p0, int p1, const KvShape& s) {
+  for (int e = 0; e < s.head_width; e += 16 * W) {
+    f32x16 acc[R][W];
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < W; ++i) acc[r][i] = load(queries[r].out + e + 16 * i);
+    for (int p = p0; p < p1;) {
+      const float* v = kv + static_cast<size_t>(table[p / s.block_size]) * 2 * s.half() + s.half() +
+                       static_cast<size_t>((g * s.block_size + p % s.block_size) * s.head_width + e);
+      for (const int stop = std::min(p1, (p / s.block_size + 1) * s.block_size); p < stop; ++p, v += s.head_width) {
+        f32x16 vp[W];
+        for (int i = 0; i < W; ++i) vp[i] = load(v + 16 * i), keep(vp[i]);
+        for (int r = 0; r < R; ++r) {
+          const f32x16 weight = splat(weights[r * stride + p]);
+          for (int i = 0; i < W; ++i) acc[r][i] = fma(weight, vp[i], acc[r][i]);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < W; ++i) store(queries[r].out + e + 16 * i, acc[r][i]);
   }
 }
 
-/// out[E] = sum over p of weight[p] * v[p], one chain over p per output, then divided by total.
-/// kHeads heads of the same KV head go together, 16 * kWide outputs at a time: one chain would wait for itself.
-template <int kHeads, int kWide>
-inline void attention_values(float* out, const float* weights, ptrdiff_t weights_stride, const float* total,
-                             int g, const float* kv, const int* table, int n, const KvShape& s) {
-  for (int e = 0; e < s.head_width; e += 16 * kWide) {
-    f32x16 acc[kHeads][kWide];
-    for (int h = 0; h < kHeads; ++h)
-      for (int i = 0; i < kWide; ++i) acc[h][i] = splat(0.0f);
-    for (int p0 = 0; p0 < n; p0 += s.block_size) {
-      const float* v = kv + static_cast<size_t>(table[p0 / s.block_size]) * 2 * s.half() + s.half() +
-                       static_cast<size_t>(g * s.block_size * s.head_width + e);
-      const int stop = std::min(s.block_size, n - p0);
-      for (int p = 0; p < stop; ++p)
-        for (int h = 0; h < kHeads; ++h)
-          for (int i = 0; i < kWide; ++i)
-            acc[h][i] = fma(splat(weights[h * weights_stride + p0 + p]), load(v + p * s.head_width + 16 * i), acc[h][i]);
-    }
-    for (int h = 0; h < kHeads; ++h)
-      for (int i = 0; i < kWide; ++i) store(out + h * s.head_width + e + 16 * i, div(acc[h][i], splat(total[h])));
+/// The same for `count` <= R queries: first the positions that all of them see, then each one's own rest.
+template <int R, int W>
+inline void attention_values_of(int count, const float* weights, ptrdiff_t stride, const Query* queries, int g,
+                                const float* kv, const int* table, int p0, int p1, const KvShape& s) {
+  if (count < R) {
+    if constexpr (R > 1) attention_values_of<R - 1, W>(count, weights, stride, queries, g, kv, table, p0, p1, s);
+    return;
   }
+  const int common = std::clamp(queries[0].n, p0, p1);
+  attention_values<R, W>(weights, stride, queries, g, kv, table, p0, common, s);
+  for (int r = 0; r < R; ++r)
+    if (const int stop = std::min(queries[r].n, p1); stop > common)
+      attention_values<1, W>(weights + r * stride, stride, queries + r, g, kv, table, common, stop, s);
+}
+template <int R>
+inline void attention_scores_of(int count, float* scores, ptrdiff_t stride, const Query* queries, int g,
+                                const float* kv, const int* table, int p0, int n, const KvShape& s) {
+  if (count == R) return attention_scores<R>(scores, stride, queries, g, kv, table, p0, n, s);
+  if constexpr (R > 1) attention_scores_of<R - 1>(count, scores, stride, queries, g, kv, table, p0, n, s);
 }
 
-/// Causal attention of one query row over its sequence's first n positions, for KV head g and the
-/// `heads` query heads that share it. q (scaled by 1 / sqrt(E)), out: [heads x E].
-/// scratch: heads * (n rounded up to 64) floats.
-/// Softmax in two passes over the whole row, so the result does not depend on how blocks are cut.
-inline void paged_attention(float* out, const float* q, int heads, int g, const float* kv, const int* table, int n,
+/// Causal attention of a tile: `count` queries in order of n, for KV head g of one sequence.
+/// scratch: count * (the largest n rounded up to 64) floats.
+/// Softmax in two passes over the whole row, so the result does not depend on how blocks or chunks are cut.
+inline void paged_attention(Query* queries, int count, int g, const float* kv, const int* table,
                             const KvShape& s, float* scratch) {
-  const ptrdiff_t stride = (n + 63) / 64 * 64;
-  for (int h = 0; h < heads;) {
-    const int together = heads - h >= 2 ? 2 : 1;
-    float total[2];
-    for (int i = 0; i < together; ++i) {
-      float* scores = scratch + (h + i) * stride;
-      attention_scores(scores, q + (h + i) * s.head_width, g, kv, table, n, s);
-      total[i] = softmax_numerators(scores, n);
+  const int most = queries[count - 1].n;
+  const ptrdiff_t stride = (most + 63) / 64 * 64;
+  for (int p = 0; p < most; p += kChunk)
+    for (int r = 0; r < count; r += kQueries) {
+      const int together = std::min(kQueries, count - r), n = queries[r + together - 1].n;
+      if (p < n)
+        attention_scores_of<kQueries>(together, scratch + r * stride, stride, queries + r, g, kv, table, p, n, s);
     }
-    const auto values = together == 2 ? (s.head_width % 32 == 0 ? attention_values<2, 2> : attention_values<2, 1>)
-                                      : (s.head_width % 32 == 0 ? attention_values<1, 2> : attention_values<1, 1>);
-    values(out + h * s.head_width, scratch + h * stride, stride, total, g, kv, table, n, s);
-    h += together;
+  for (int r = 0; r < count; ++r) {
+    queries[r].total = softmax_numerators(scratch + r * stride, queries[r].n);
+    std::fill_n(queries[r].out, s.head_width, 0.0f);
   }
+  const auto values = kManyRegisters && s.head_width % 64 == 0 ? attention_values_of<kQueries, kManyRegisters ? 4 : 2>
+                      : s.head_width % 32 == 0                 ? attention_values_of<kQueries, 2>
+                                                               : attention_values_of<kQueries, 1>;
+  for (int p = 0; p < most; p += kChunk)
+    for (int r = 0; r < count; r += kQueries)
+      values(std::min(kQueries, count - r), scratch + r * stride, stride, queries + r, g, kv, table, p,
+             std::min(p + kChunk, most), s);
+  for (int r = 0; r < count; ++r)
+    for (int e = 0; e < s.head_width; e += 16)
+      store(queries[r].out + e, div(load(queries[r].out + e), splat(queries[r].total)));
 }
 
 }  // namespace servelite

@@ -11,6 +11,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
@@ -33,17 +35,40 @@ struct Config {
   int64_t kv_bytes_per_token() const { return int64_t{2} * layers * kv_heads * head_width * 4; }
 };
 
-/// A weight matrix W [outputs x inputs], packed: see kernels.hpp.
+/// A weight matrix W [outputs x inputs], packed: see kernels.hpp. Copies share the memory.
 struct Matrix {
   int outputs = 0, inputs = 0;
-  std::vector<float> panels;
+  DType type = DType::f32;  // F32, F16, BF16 or Q8_0
+  std::shared_ptr<const std::byte> panels;
+
+  template <class Weight>
+  const Weight* as() const {
+    return reinterpret_cast<const Weight*>(panels.get());
+  }
 
   /// y[inputs] = row o of W, gathered from its panel (an embedding look-up).
   void row(int o, float* y) const {
-    const float* panel = panels.data() + static_cast<ptrdiff_t>(o / kPanel) * kPanel * inputs + o % kPanel;
-    for (int k = 0; k < inputs; ++k) y[k] = panel[k * kPanel];
+    const ptrdiff_t at = static_cast<ptrdiff_t>(o / kPanel) * kPanel * inputs + o % kPanel;
+    for (int k = 0; k < inputs; ++k) {
+      if (type == DType::f32) y[k] = as<float>()[at + k * kPanel];
+      if (type == DType::f16) y[k] = half_to_float(as<Half>()[at + k * kPanel].bits);
+      if (type == DType::bf16) y[k] = bf16_to_float(as<Bf16>()[at + k * kPanel].bits);
+      if (type == DType::q8_0) {
+        const std::byte* block =
+            panels.get() + (static_cast<ptrdiff_t>(o / kPanel) * (inputs / kQ8Inputs) + k / kQ8Inputs) * kQ8Block;
+        const std::byte q = block[2 * kPanel + k % kQ8Inputs / 4 * 4 * kPanel + o % kPanel * 4 + k % 4];
+        const float scale = half_to_float(reinterpret_cast<const Half*>(block)[o % kPanel].bits);
+        y[k] = scale * static_cast<float>(static_cast<int>(q) - 128);
+      }
+    }
   }
 };
+
+/// Bytes of a packed matrix.
+inline size_t packed_bytes(DType type, int outputs, int inputs) {
+  const DTypeInfo* info = find_dtype(type);
+  return packed_size(outputs, inputs) / info->block * info->bytes;
+}
 
 struct Layer {
   std::vector<float> attention_norm, ff_norm;  // [D]
@@ -61,7 +86,13 @@ struct Model {
   Matrix output_matrix;            // [V x D]; empty when tied to the embedding
   std::vector<float> rope;         // cos and sin: [context x E/2 x 2]
 
-  const Matrix& output() const { return output_matrix.panels.empty() ? embedding : output_matrix; }
+  bool has_q8() const {
+    bool found = output().type == DType::q8_0;
+    for (const Layer& l : layers)
+      for (const Matrix* m : {&l.qkv, &l.attention_out, &l.gate_up, &l.down}) found = found || m->type == DType::q8_0;
+    return found;
+  }
+  const Matrix& output() const { return !output_matrix.panels ? embedding : output_matrix; }
 };
 
 /// Reads and checks the configuration. Errors name the key.
@@ -135,14 +166,20 @@ inline Vocabulary read_vocabulary(const Gguf& file) {
   return v;
 }
 
-/// One tensor as floats, [rows x row_length] as the configuration demands; a vector has rows 1.
-inline std::vector<float> read_floats(const Gguf& file, const std::string& name, int rows, int row_length) {
+/// The tensor of this name, which must be [rows x row_length]; a vector has rows 1.
+inline const Tensor& checked_tensor(const Gguf& file, const std::string& name, int rows, int row_length) {
   const Tensor& t = file.tensor(name);
   const auto dim = [&](size_t i) { return i < t.dims.size() ? t.dims[i] : 1; };
   if (dim(0) != static_cast<uint64_t>(row_length) || dim(1) != static_cast<uint64_t>(rows) || dim(2) != 1 ||
       dim(3) != 1)
     fail(file.name, ": tensor ", name, ": expected [", row_length, " x ", rows, "], found [", dim(0), " x ",
          dim(1), " x ", dim(2), " x ", dim(3), "]");
+  return t;
+}
+
+/// One tensor as floats. Throws Error if one of them is not finite.
+inline std::vector<float> read_floats(const Gguf& file, const std::string& name, int rows, int row_length) {
+  const Tensor& t = checked_tensor(file, name, rows, row_length);
   std::vector<float> values(static_cast<size_t>(t.elements()));
   dequantize(t, values.data());
   for (const float v : values)
@@ -150,19 +187,89 @@ inline std::vector<float> read_floats(const Gguf& file, const std::string& name,
   return values;
 }
 
-/// Matrices with the same input, one below the other, packed as one.
-inline Matrix read_matrix(const Gguf& file, int inputs,
-                          const std::vector<std::pair<std::string, int>>& parts) {
+/// 32 rows of a file's matrix become panel p; a row that is nullptr becomes zeros. False if one number is not
+/// finite. Number: uint32_t for F32, uint16_t for F16 and BF16: their bits, with all bits of the exponent.
+template <class Number>
+inline bool pack_panel(std::byte* panel, const std::byte* const* rows, int inputs, Number exponent) {
+  Number column[kPanel];
+  bool finite = true;
+  for (int k = 0; k < inputs; ++k) {
+    for (int o = 0; o < kPanel; ++o) {
+      column[o] = 0;
+      if (rows[o]) std::memcpy(&column[o], rows[o] + static_cast<size_t>(k) * sizeof(Number), sizeof(Number));
+      finite &= (column[o] & exponent) != exponent;
+    }
+    std::memcpy(panel + static_cast<size_t>(k) * sizeof column, column, sizeof column);
+  }
+  return finite;
+}
+
+/// The same for Q8_0, whose rows are blocks of a scale (Half) and 32 signed bytes.
+inline bool pack_panel_q8(std::byte* panel, const std::byte* const* rows, int inputs) {
+  bool finite = true;
+  for (int b = 0; b < inputs / kQ8Inputs; ++b, panel += kQ8Block)
+    for (int o = 0; o < kPanel; ++o) {
+      std::byte from[2 + kQ8Inputs] = {};
+      if (rows[o]) std::memcpy(from, rows[o] + static_cast<size_t>(b) * sizeof from, sizeof from);
+      finite &= (static_cast<int>(from[1]) & 0x7c) != 0x7c;
+      std::memcpy(panel + 2 * o, from, 2);
+      for (int k = 0; k < kQ8Inputs; ++k)  // q + 128: flip the sign bit
+        panel[2 * kPanel + k / 4 * 4 * kPanel + o * 4 + k % 4] = from[2 + k] ^ std::byte{128};
+    }
+  return finite;
+}
+
+/// The file's bytes of these 32 rows are not needed again: their memory goes back, run by run of neighbours.
+inline void forget_rows(const std::byte* const* rows, size_t row_bytes) {
+  for (int o = 0, end; o < kPanel && rows[o]; o = end) {
+    for (end = o + 1; end < kPanel && rows[end] == rows[end - 1] + row_bytes;) ++end;
+    forget_mapped(rows[o], static_cast<size_t>(end - o) * row_bytes);
+  }
+}
+
+/// Matrices with the same input, one below the other, packed as one straight from the file's bytes: nothing is
+/// ever there twice. Its type is that of the parts; parts of different types become floats.
+inline Matrix read_matrix(const Gguf& file, int inputs, const std::vector<std::pair<std::string, int>>& parts) {
   Matrix m;
   m.inputs = inputs;
-  std::vector<float> plain;
+  std::vector<const Tensor*> tensors;
+  std::vector<std::vector<float>> widened;  // of parts of different types
   for (const auto& [name, outputs] : parts) {
-    const std::vector<float> part = read_floats(file, name, outputs, inputs);
-    plain.insert(plain.end(), part.begin(), part.end());
+    tensors.push_back(&checked_tensor(file, name, outputs, inputs));
     m.outputs += outputs;
   }
-  m.panels.resize(packed_size(m.outputs, inputs));
-  pack_panels(m.panels.data(), plain.data(), m.outputs, inputs);
+  m.type = tensors[0]->type;
+  bool as_stored = m.type == DType::f32 || m.type == DType::f16 || m.type == DType::bf16 || m.type == DType::q8_0;
+  for (const Tensor* t : tensors) as_stored = as_stored && t->type == m.type;
+  if (!as_stored) {
+    m.type = DType::f32;
+    for (const auto& [name, outputs] : parts) widened.push_back(read_floats(file, name, outputs, inputs));
+  }
+
+  const size_t row_bytes = packed_bytes(m.type, kPanel, inputs) / kPanel;
+  std::vector<const std::byte*> rows(static_cast<size_t>(panels_of(m.outputs)) * kPanel);
+  size_t at = 0;
+  for (size_t i = 0; i < parts.size(); ++i)
+    for (int o = 0; o < parts[i].second; ++o, ++at)
+      rows[at] = (as_stored ? tensors[i]->data : reinterpret_cast<const std::byte*>(widened[i].data())) +
+                 static_cast<size_t>(o) * row_bytes;
+
+  const std::shared_ptr<std::byte> memory = allocate(packed_bytes(m.type, m.outputs, inputs));
+  m.panels = memory;
+  bool finite = true;
+  SERVELITE_OMP(omp parallel for reduction(&& : finite))
+  for (int p = 0; p < panels_of(m.outputs); ++p) {
+    std::byte* panel = memory.get() + static_cast<size_t>(p) * kPanel * row_bytes;
+    const std::byte* const* from = rows.data() + p * kPanel;
+    const bool good = m.type == DType::f32    ? pack_panel(panel, from, inputs, uint32_t{0x7f800000})
+                      : m.type == DType::f16  ? pack_panel(panel, from, inputs, uint16_t{0x7c00})
+                      : m.type == DType::bf16 ? pack_panel(panel, from, inputs, uint16_t{0x7f80})
+                                              : pack_panel_q8(panel, from, inputs);
+    finite = finite && good;
+    if (file.mapped && as_stored) forget_rows(from, row_bytes);
+  }
+  if (!finite)
+    for (const auto& [name, outputs] : parts) read_floats(file, name, outputs, inputs);  // finds and names it
   return m;
 }
 

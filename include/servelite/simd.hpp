@@ -13,12 +13,15 @@
 // Chapter: docs/02_prefill_and_decode.md
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
 
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#include "dtype.hpp"
+
+#if defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__))
   #include <immintrin.h>
 #elif defined(__ARM_NEON) && defined(__aarch64__)
   #include <arm_neon.h>
@@ -31,7 +34,7 @@ namespace servelite {
 // Selected by the compiler's flags (-march=native, -mavx2 -mfma, ...). Defining SERVELITE_PLAIN
 // forces the plain version, for tests that compare the variants.
 namespace lanes {
-#if defined(__AVX512F__) && !defined(SERVELITE_PLAIN)
+#if defined(__AVX512BW__) && !defined(SERVELITE_PLAIN)
 inline constexpr const char* kName = "AVX-512";
 using reg = __m512;
 inline constexpr int kCount = 16;
@@ -46,10 +49,8 @@ inline reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
 inline reg max(reg a, reg b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), b, a); }
 inline reg min(reg a, reg b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), b, a); }
 inline void keep(reg& a) { asm("" : "+v"(a)); }
-inline reg shift_to_exponent(reg t) {
-  using ints = int __attribute__((vector_size(64)));  // the intrinsic warns falsely in g++ 12 (PR 105593)
-  const ints bits = reinterpret_cast<ints>(t) << 23;
-  return reinterpret_cast<reg>(bits + (127 << 23));
+inline reg widen(const Half* p) {  // the masked form: g++ 12 warns about the plain one
+  return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 #elif defined(__AVX2__) && defined(__FMA__) && !defined(SERVELITE_PLAIN)
 inline constexpr const char* kName = "AVX2";
@@ -66,10 +67,15 @@ inline reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
 inline reg max(reg a, reg b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
 inline reg min(reg a, reg b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 inline void keep(reg& a) { asm("" : "+x"(a)); }
-inline reg shift_to_exponent(reg t) {
-  const __m256i bits = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
-  return _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(127 << 23)));
+  #ifdef __F16C__
+inline reg widen(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  #else
+inline reg widen(const Half* p) {
+  float x[8];
+  for (int i = 0; i < 8; ++i) x[i] = half_to_float(p[i].bits);
+  return load(x);
 }
+  #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__) && !defined(SERVELITE_PLAIN)
 inline constexpr const char* kName = "NEON";
 using reg = float32x4_t;
@@ -85,10 +91,7 @@ inline reg fma(reg a, reg b, reg c) { return vfmaq_f32(c, a, b); }
 inline reg max(reg a, reg b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline reg min(reg a, reg b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 inline void keep(reg& a) { asm("" : "+w"(a)); }
-inline reg shift_to_exponent(reg t) {
-  const int32x4_t bits = vshlq_n_s32(vreinterpretq_s32_f32(t), 23);
-  return vreinterpretq_f32_s32(vaddq_s32(bits, vdupq_n_s32(127 << 23)));
-}
+inline reg widen(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
 #else
 inline constexpr const char* kName = "plain";
 using reg = float;
@@ -104,15 +107,47 @@ inline reg fma(reg a, reg b, reg c) { return std::fma(a, b, c); }
 inline reg max(reg a, reg b) { return a > b ? a : b; }
 inline reg min(reg a, reg b) { return a < b ? a : b; }
 inline void keep(reg&) {}
-inline reg shift_to_exponent(reg t) {
-  uint32_t bits;
-  std::memcpy(&bits, &t, 4);
-  bits = (bits << 23) + (127u << 23);
-  std::memcpy(&t, &bits, 4);
-  return t;
-}
+inline reg widen(const Half* p) { return half_to_float(p->bits); }
 #endif
 inline constexpr int kRegs = 16 / kCount;
+
+// Integers of the same shape need no intrinsics: the compilers' vector types have shifts and conversions.
+using ints = int32_t __attribute__((vector_size(4 * kCount)));
+using shorts = uint16_t __attribute__((vector_size(2 * kCount)));
+
+inline reg shift_to_exponent(reg t) { return std::bit_cast<reg>((std::bit_cast<ints>(t) << 23) + (127 << 23)); }
+inline reg widen(const Bf16* p) {
+  shorts upper;
+  std::memcpy(&upper, p, sizeof upper);
+  return std::bit_cast<reg>(__builtin_convertvector(upper, ints) << 16);
+}
+inline reg to_float(ints a) {
+  using floats = float __attribute__((vector_size(4 * kCount)));
+  return std::bit_cast<reg>(__builtin_convertvector(a, floats));
+}
+
+/// acc + w . x per lane: each lane of w holds four bytes 0..255, x the same four numbers -128..127 for all.
+inline ints dot4(ints acc, ints w, ints x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(SERVELITE_PLAIN)
+  return std::bit_cast<ints>(_mm512_dpbusd_epi32(std::bit_cast<__m512i>(acc), std::bit_cast<__m512i>(w),
+                                                 std::bit_cast<__m512i>(x)));
+#elif defined(__AVX512BW__) && !defined(SERVELITE_PLAIN)
+  const auto w16 = std::bit_cast<__m512i>(w), x16 = std::bit_cast<__m512i>(x);  // pairs (0, 2) and (1, 3)
+  const auto even = _mm512_madd_epi16(_mm512_and_si512(w16, _mm512_set1_epi16(255)),
+                                      _mm512_srai_epi16(_mm512_slli_epi16(x16, 8), 8));
+  const auto odd = _mm512_madd_epi16(_mm512_srli_epi16(w16, 8), _mm512_srai_epi16(x16, 8));
+  return acc + std::bit_cast<ints>(even) + std::bit_cast<ints>(odd);
+#elif defined(__AVX2__) && defined(__FMA__) && !defined(SERVELITE_PLAIN)
+  const auto w16 = std::bit_cast<__m256i>(w), x16 = std::bit_cast<__m256i>(x);
+  const auto even = _mm256_madd_epi16(_mm256_and_si256(w16, _mm256_set1_epi16(255)),
+                                      _mm256_srai_epi16(_mm256_slli_epi16(x16, 8), 8));
+  const auto odd = _mm256_madd_epi16(_mm256_srli_epi16(w16, 8), _mm256_srai_epi16(x16, 8));
+  return acc + std::bit_cast<ints>(even) + std::bit_cast<ints>(odd);
+#else
+  for (int i = 0; i < 4; ++i) acc += (w >> 8 * i & 255) * (x << (24 - 8 * i) >> 24);
+  return acc;
+#endif
+}
 }  // namespace lanes
 
 // ---- the type ---------------------------------------------------------------------------------
@@ -148,6 +183,18 @@ SERVELITE_BINARY(max)
 SERVELITE_BINARY(min)
 #undef SERVELITE_BINARY
 
+/// Sixteen stored numbers as floats; every half and every bfloat16 is a float, so nothing is rounded.
+inline f32x16 load(const Half* p) {
+  f32x16 y;
+  SERVELITE_EACH_REG y.part[i] = lanes::widen(p + i * lanes::kCount);
+  return y;
+}
+inline f32x16 load(const Bf16* p) {
+  f32x16 y;
+  SERVELITE_EACH_REG y.part[i] = lanes::widen(p + i * lanes::kCount);
+  return y;
+}
+
 /// a * b + c, rounded once.
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
   SERVELITE_EACH_REG c.part[i] = lanes::fma(a.part[i], b.part[i], c.part[i]);
@@ -157,6 +204,38 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 /// Tells the compiler to hold a loaded value in a register. Left alone, g++ loads a weight again from the
 /// cache for every row that uses it, which halves the speed of small batches.
 inline void keep(f32x16& a) { SERVELITE_EACH_REG lanes::keep(a.part[i]); }
+
+/// Sixteen integers, or sixteen times four bytes. Integer sums are exact, so their order is free.
+struct i32x16 {
+  lanes::ints part[lanes::kRegs];
+};
+inline i32x16 load_bytes(const void* p) {
+  i32x16 y;
+  std::memcpy(&y, p, sizeof y);
+  return y;
+}
+inline i32x16 splat_int(int32_t x) {
+  i32x16 y;
+  SERVELITE_EACH_REG y.part[i] = lanes::ints{} + x;
+  return y;
+}
+inline f32x16 to_float(i32x16 a) {
+  f32x16 y;
+  SERVELITE_EACH_REG y.part[i] = lanes::to_float(a.part[i]);
+  return y;
+}
+inline void keep(i32x16& a) {
+  SERVELITE_EACH_REG {
+    auto part = std::bit_cast<lanes::reg>(a.part[i]);
+    lanes::keep(part);
+    a.part[i] = std::bit_cast<lanes::ints>(part);
+  }
+}
+/// Lane by lane: acc + w[0] x[0] + .. + w[3] x[3], w unsigned and x signed bytes.
+inline i32x16 dot4(i32x16 acc, i32x16 w, i32x16 x) {
+  SERVELITE_EACH_REG acc.part[i] = lanes::dot4(acc.part[i], w.part[i], x.part[i]);
+  return acc;
+}
 
 /// The sum of the sixteen lanes, always in the same order.
 inline float sum(f32x16 a) {

@@ -17,30 +17,15 @@
 // Chapter: docs/02_prefill_and_decode.md. Double-precision reference: tests/reference.hpp.
 #pragma once
 
-#ifdef _OPENMP
-  #include <omp.h>
-  #define SERVELITE_OMP(what) _Pragma(#what)
-#else
-  #define SERVELITE_OMP(what)
-#endif
-
 #include <atomic>
 #include <thread>
 
 #include "kernels.hpp"
+#include "machine.hpp"
 #include "model.hpp"
 #include "step_batch.hpp"
 
 namespace servelite {
-
-/// How many threads `threads = 0` (all cores) means; 1 without OpenMP.
-inline int default_threads() {
-#ifdef _OPENMP
-  return omp_get_num_procs();
-#else
-  return 1;
-#endif
-}
 
 /// All threads of a step meet here some fifty times in a tiny model's pass. It waits by spinning for the
 /// few microseconds that normally takes; when the machine has other work too, it gives the core away
@@ -79,9 +64,13 @@ class Transformer final : public Executor {
 #ifndef _OPENMP
     threads_ = 1;
 #endif
-    const size_t context = static_cast<size_t>(model.config.context + 63) / 64 * 64;
-    scratch_stride_ = context * static_cast<size_t>(model.config.heads / model.config.kv_heads);
-    scratch_.resize(scratch_stride_ * static_cast<size_t>(threads_));
+    const int together = model.config.heads / model.config.kv_heads;
+    tile_rows_ = std::max(1, kTileQueries / together);
+    scratch_.resize(static_cast<size_t>(threads_));
+    for (Scratch& s : scratch_) {
+      s.queries.resize(static_cast<size_t>(tile_rows_ * together));
+      s.scores.resize(s.queries.size() * (static_cast<size_t>(model.config.context + 63) / 64 * 64));
+    }
   }
 
   int vocabulary() const override { return model_.config.vocabulary; }
@@ -105,13 +94,23 @@ class Transformer final : public Executor {
     const Span* span;
     int token, position;
   };
+  struct Tile {  // neighbouring rows of a span: their attention reads the same K and V
+    int first_row, rows;
+  };
+  struct Scratch {  // one thread's
+    std::vector<Query> queries;
+    std::vector<float> scores;
+  };
+  static constexpr int kTileQueries = 16;
 
   /// Lists the step's rows and makes room for their activations.
   void lay_out(const StepBatch& step) {
-    rows_.clear(), wanted_.clear();
+    rows_.clear(), wanted_.clear(), tiles_.clear();
     for (const Span& span : step.spans) {
       const int n = static_cast<int>(span.tokens.size());
       if (span.logits_of >= 0) wanted_.push_back(static_cast<int>(rows_.size()) + span.logits_of);
+      for (int i = 0; i < n; i += tile_rows_)
+        tiles_.push_back({static_cast<int>(rows_.size()) + i, std::min(tile_rows_, n - i)});
       for (int i = 0; i < n; ++i)
         rows_.push_back({&span, span.tokens[static_cast<size_t>(i)], span.first_position + i});
       assert(span.logits_of < n && span.first_position + n <= model_.config.context);
@@ -125,6 +124,7 @@ class Transformer final : public Executor {
     };
     make(x_, c.width), make(norm_, c.width), make(out_, c.width);
     make(qkv_, c.qkv_width()), make(heads_, c.heads * c.head_width), make(ff_, 2 * c.feed_forward);
+    if (model_.has_q8()) q8_.make_room(static_cast<int>(t), std::max({c.width, c.heads * c.head_width, c.feed_forward}));
   }
 
   /// This thread's share of the whole pass. logits: [wanted x V].
@@ -141,9 +141,12 @@ class Transformer final : public Executor {
       const Layer& w = model_.layers[static_cast<size_t>(l)];
       float* kv = kv_.data() + static_cast<size_t>(l) * layer_stride_;
 
-      for (int t = first; t < last; ++t) rmsnorm(norm + t * D, x + t * D, w.attention_norm.data(), D, c.norm_eps);
+      for (int t = first; t < last; ++t) {
+        rmsnorm(norm + t * D, x + t * D, w.attention_norm.data(), D, c.norm_eps);
+        ready(w.qkv, t, norm + t * D);
+      }
       barrier_.wait(threads);
-      multiply(w.qkv, qkv, norm, T, thread, threads);
+      multiply(w.qkv, qkv, norm, D, T, thread, threads);
       barrier_.wait(threads);
       for (int t = first; t < last; ++t) place(rows_[static_cast<size_t>(t)], qkv + t * c.qkv_width(), kv);
       barrier_.wait(threads);
@@ -152,38 +155,57 @@ class Transformer final : public Executor {
           for (const BlockCopy& b : step.copies) copy_kv(block(kv, b.to), block(kv, b.from), b.tokens, kv_shape_);
         barrier_.wait(threads);
       }
-      for (int unit = thread; unit < T * c.kv_heads; unit += threads)
-        attend(rows_[static_cast<size_t>(unit / c.kv_heads)], unit % c.kv_heads,
-               qkv + unit / c.kv_heads * c.qkv_width(), heads + unit / c.kv_heads * c.heads * E, kv,
-               scratch_.data() + static_cast<size_t>(thread) * scratch_stride_);
+      for (int unit = thread; unit < static_cast<int>(tiles_.size()) * c.kv_heads; unit += threads)
+        attend(tiles_[static_cast<size_t>(unit / c.kv_heads)], unit % c.kv_heads, qkv, heads, kv,
+               scratch_[static_cast<size_t>(thread)]);
       barrier_.wait(threads);
-      multiply(w.attention_out, out, heads, T, thread, threads);
+      if (w.attention_out.type == DType::q8_0) {
+        for (int t = first; t < last; ++t) ready(w.attention_out, t, heads + t * c.heads * E);
+        barrier_.wait(threads);
+      }
+      multiply(w.attention_out, out, heads, c.heads * E, T, thread, threads);
       barrier_.wait(threads);
 
       for (int t = first; t < last; ++t) {
         add_rows(x + t * D, out + t * D, D);
         rmsnorm(norm + t * D, x + t * D, w.ff_norm.data(), D, c.norm_eps);
+        ready(w.gate_up, t, norm + t * D);
       }
       barrier_.wait(threads);
-      multiply(w.gate_up, ff, norm, T, thread, threads);
+      multiply(w.gate_up, ff, norm, D, T, thread, threads);
       barrier_.wait(threads);
-      for (int t = first; t < last; ++t) swiglu(ff + t * 2 * F, ff + t * 2 * F + F, F);
+      for (int t = first; t < last; ++t) {
+        swiglu(ff + t * 2 * F, ff + t * 2 * F + F, F);
+        ready(w.down, t, ff + t * 2 * F);
+      }
       barrier_.wait(threads);
-      matmul(out, D, ff, 2 * F, T, w.down.panels.data(), F, D, thread, threads);
+      multiply(w.down, out, ff, 2 * F, T, thread, threads);
       barrier_.wait(threads);
       for (int t = first; t < last; ++t) add_rows(x + t * D, out + t * D, D);
     }
 
     barrier_.wait(threads);
     const int wanted = static_cast<int>(wanted_.size());
-    for (int i = thread; i < wanted; i += threads)
+    for (int i = thread; i < wanted; i += threads) {
       rmsnorm(norm + i * D, x + wanted_[static_cast<size_t>(i)] * D, model_.output_norm.data(), D, c.norm_eps);
+      ready(model_.output(), i, norm + i * D);
+    }
     barrier_.wait(threads);
-    multiply(model_.output(), logits, norm, wanted, thread, threads);
+    multiply(model_.output(), logits, norm, D, wanted, thread, threads);
   }
 
-  static void multiply(const Matrix& w, float* y, const float* x, int rows, int thread, int threads) {
-    matmul(y, w.outputs, x, w.inputs, rows, w.panels.data(), w.inputs, w.outputs, thread, threads);
+  /// Row t of a matmul's input: in 8 bits, if that is how w wants it.
+  void ready(const Matrix& w, int t, const float* x) {
+    if (w.type == DType::q8_0) quantize_row(q8_, t, x, w.inputs);
+  }
+
+  /// y[rows x outputs] = x[rows x inputs] W^T; for a Q8_0 matrix x is what ready() was given.
+  void multiply(const Matrix& w, float* y, const float* x, int x_stride, int rows, int thread, int threads) const {
+    const int n = w.outputs, k = w.inputs;
+    if (w.type == DType::f32) matmul(y, n, x, x_stride, rows, w.as<float>(), k, n, thread, threads);
+    if (w.type == DType::f16) matmul(y, n, x, x_stride, rows, w.as<Half>(), k, n, thread, threads);
+    if (w.type == DType::bf16) matmul(y, n, x, x_stride, rows, w.as<Bf16>(), k, n, thread, threads);
+    if (w.type == DType::q8_0) matmul_q8(y, n, q8_, rows, w.as<std::byte>(), k, n, thread, threads);
   }
 
   float* block(float* kv, int b) const { return kv + static_cast<size_t>(b) * 2 * kv_shape_.half(); }
@@ -201,24 +223,31 @@ class Transformer final : public Executor {
     write_kv(block(kv, b), k, k + c.kv_heads * E, row.position % kv_shape_.block_size, kv_shape_);
   }
 
-  /// Attention of one row for the query heads that share KV head g.
-  void attend(const Row& row, int g, const float* qkv, float* heads, const float* kv, float* scratch) const {
-    const int together = model_.config.heads / model_.config.kv_heads, at = g * together * model_.config.head_width;
-    paged_attention(heads + at, qkv + at, together, g, kv, row.span->block_table.data(), row.position + 1, kv_shape_,
-                    scratch);
+  /// Attention of a tile's rows for the query heads that share KV head g.
+  void attend(const Tile& tile, int g, const float* qkv, float* heads, const float* kv, Scratch& scratch) const {
+    const Config& c = model_.config;
+    const int together = c.heads / c.kv_heads, E = c.head_width;
+    const Span& span = *rows_[static_cast<size_t>(tile.first_row)].span;
+    int count = 0;
+    for (int t = tile.first_row; t < tile.first_row + tile.rows; ++t)
+      for (int h = g * together; h < (g + 1) * together; ++h)
+        scratch.queries[static_cast<size_t>(count++)] = {qkv + t * c.qkv_width() + h * E, heads + (t * c.heads + h) * E,
+                                                         rows_[static_cast<size_t>(t)].position + 1};
+    paged_attention(scratch.queries.data(), count, g, kv, span.block_table.data(), kv_shape_, scratch.scores.data());
   }
 
   const Model& model_;
   KvShape kv_shape_;
   size_t layer_stride_;  // floats of KV per layer
-  int blocks_, threads_;
+  int blocks_, threads_, tile_rows_;
   std::vector<float> kv_;  // [L][blocks][K half, V half]: see kernels.hpp
   std::vector<Row> rows_;
+  std::vector<Tile> tiles_;
   std::vector<int> wanted_;  // rows whose logits are wanted
   std::vector<float> x_, norm_, out_, qkv_, heads_, ff_;
+  Q8Rows q8_;
   SpinBarrier barrier_;
-  std::vector<float> scratch_;  // scores, one part per thread
-  size_t scratch_stride_ = 0;
+  std::vector<Scratch> scratch_;
 };
 
 }  // namespace servelite
