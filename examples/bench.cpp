@@ -23,7 +23,9 @@ using namespace servelite;
 
 namespace {
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 struct Timing {
   double median, spread;  // seconds of one call; (third quartile - first) / median
@@ -68,7 +70,7 @@ volatile float sink;  // what is computed must be used, or it is not computed
 
 /// Fused multiply-adds on registers alone: as many independent chains as hide the latency. In GFLOP/s.
 double fma_peak(int threads, double budget) {
-  constexpr int kChains = kManyRegisters ? 24 : 12 / lanes::kRegs, kRounds = 200000;
+  constexpr int kChains = kManyRegisters ? 24 : std::max(1, 12 / lanes::kRegs), kRounds = 200000;
   const Timing t = measure(budget, [&] {
     on_threads(threads, [&](int thread) {
       f32x16 acc[kChains];
@@ -86,7 +88,7 @@ double fma_peak(int threads, double budget) {
 
 /// The same for dot4: 4 products and 4 sums a lane. In GOP/s.
 double int8_peak(int threads, double budget) {
-  constexpr int kChains = kManyRegisters ? 24 : 12 / lanes::kRegs, kRounds = 100000;
+  constexpr int kChains = kManyRegisters ? 24 : std::max(1, 12 / lanes::kRegs), kRounds = 100000;
   const Timing t = measure(budget, [&] {
     on_threads(threads, [&](int thread) {
       i32x16 acc[kChains];
@@ -133,7 +135,7 @@ struct Ceilings {
 
 struct Row {
   std::string what;
-  int n = 0, batch = 0;        // tokens a sequence (prefill: computed; decode: of context), sequences
+  int n = 0, batch = 0;  // tokens a sequence (prefill: computed; decode: of context), sequences
   double seconds = 0, spread = 0;
   double tokens = 0;           // of one measured call
   double flops = 0, int8 = 0;  // operations of one call, in floats and in 8 bits
@@ -217,7 +219,8 @@ struct Bench {
     r.tokens = batch;
     count_matrices(r, batch, batch);
     count_attention(r, static_cast<double>(batch) * (context + 1));
-    r.bytes += static_cast<double>(batch) * (context + 1) * static_cast<double>(model.config.kv_bytes_per_token());
+    r.bytes +=
+        static_cast<double>(batch) * (context + 1) * static_cast<double>(model.config.kv_bytes_per_token());
     add(r, [&] { transformer.run(step, logits); });
   }
 
@@ -227,7 +230,8 @@ struct Bench {
     const KvShape shape{c.kv_heads, c.head_width, 16};
     const int blocks = (n + 15) / 16, together = c.heads / c.kv_heads, tile = std::max(1, 16 / together);
     const size_t layer = static_cast<size_t>(blocks) * 2 * shape.half();
-    std::vector<float> kv(layer * static_cast<size_t>(c.layers)), q(static_cast<size_t>(queries * c.heads * c.head_width));
+    std::vector<float> kv(layer * static_cast<size_t>(c.layers)),
+        q(static_cast<size_t>(queries * c.heads * c.head_width));
     for (size_t i = 0; i < kv.size(); ++i) kv[i] = random_weight(1, i);
     for (size_t i = 0; i < q.size(); ++i) q[i] = random_weight(2, i);
     std::vector<float> out(q.size());
@@ -240,7 +244,8 @@ struct Bench {
     add(r, [&] {
       on_threads(ceilings.threads, [&](int thread) {
         std::vector<Query> tiles;
-        std::vector<float> scratch(static_cast<size_t>(std::max(16, together)) * static_cast<size_t>((n + 63) / 64 * 64));
+        std::vector<float> scratch(static_cast<size_t>(std::max(16, together)) *
+                                   static_cast<size_t>((n + 63) / 64 * 64));
         int unit = 0;
         for (int l = 0; l < c.layers; ++l)
           for (int first = 0; first < queries; first += tile)
@@ -249,9 +254,11 @@ struct Bench {
               tiles.clear();
               for (int t = first; t < std::min(queries, first + tile); ++t)
                 for (int h = g * together; h < (g + 1) * together; ++h)
-                  tiles.push_back({q.data() + (t * c.heads + h) * c.head_width, out.data() + (t * c.heads + h) * c.head_width, n});
-              paged_attention(tiles.data(), static_cast<int>(tiles.size()), g, kv.data() + static_cast<size_t>(l) * layer,
-                              table.data(), shape, scratch.data());
+                  tiles.push_back({q.data() + (t * c.heads + h) * c.head_width,
+                                   out.data() + (t * c.heads + h) * c.head_width, n});
+              paged_attention(tiles.data(), static_cast<int>(tiles.size()), g,
+                              kv.data() + static_cast<size_t>(l) * layer, table.data(), shape,
+                              scratch.data());
             }
       });
     });
@@ -269,7 +276,9 @@ struct Bench {
   /// Decisions and bookkeeping of the continuous batcher at `seats` seats, with a model that costs nothing.
   void scheduler(int seats) {
     struct Nothing final : Executor {
-      void run(const StepBatch& step, std::vector<float>& logits) override { logits.assign(step.spans.size() * 4, 0.0f); }
+      void run(const StepBatch& step, std::vector<float>& logits) override {
+        logits.assign(step.spans.size() * 4, 0.0f);
+      }
       int vocabulary() const override { return 4; }
     } nothing;
     std::vector<Request> requests;
@@ -289,10 +298,12 @@ struct Bench {
       const RunReport report = serve("scheduler", batcher, nothing, requests);
       step_us = 1e6 * summarize(report).schedule_s / static_cast<double>(report.steps.size());
     });
-    const auto step = std::find_if(rows.begin(), rows.end(), [&](const Row& d) { return d.what == "decode" && d.batch == seats; });
+    const auto step = std::find_if(rows.begin(), rows.end(),
+                                   [&](const Row& d) { return d.what == "decode" && d.batch == seats; });
     rows.back().seconds = 1e-6 * step_us;
     rows.back().note = number("%.2f us a step", step_us);
-    if (step != rows.end()) rows.back().note += number(", %.2f %% of a decode step", 1e-4 * step_us / step->seconds);
+    if (step != rows.end())
+      rows.back().note += number(", %.2f %% of a decode step", 1e-4 * step_us / step->seconds);
   }
 
   static std::string number(const char* format, double x) {
@@ -309,7 +320,8 @@ std::string shown(const Row& r) {
   if (r.what == "decode" && r.n == 128) return "decode, batch " + std::to_string(r.batch);
   if (r.what == "decode") return "decode, context " + std::to_string(r.n);
   if (r.what == "attention") return "attention, 1 query, " + std::to_string(r.n);
-  if (r.what == "attention_prefill") return "attention, " + std::to_string(r.batch) + " queries, " + std::to_string(r.n);
+  if (r.what == "attention_prefill")
+    return "attention, " + std::to_string(r.batch) + " queries, " + std::to_string(r.n);
   return r.what;
 }
 
@@ -320,14 +332,18 @@ void print_row(const Row& r, const Ceilings& c) {
   }
   const auto [least, name] = bound(r, c);
   std::printf("%-30s%12.0f%12.1f%10.1f%8.1f %% of %-5s%7.1f %%\n", shown(r).c_str(), r.tokens / r.seconds,
-              1e-9 * (r.flops + r.int8) / r.seconds, 1e-9 * r.bytes / r.seconds, 100 * least / r.seconds, name,
-              100 * r.spread);
+              1e-9 * (r.flops + r.int8) / r.seconds, 1e-9 * r.bytes / r.seconds, 100 * least / r.seconds,
+              name, 100 * r.spread);
 }
 
 std::string report_json(const Bench& b, const std::string& preset, const std::string& type,
                         const std::vector<Ceilings>& all, double memory_gbs) {
   Json j;
-  j.begin_object().key("machine").begin_object().field("lanes", std::string(lanes::kName)).field("threads", b.ceilings.threads);
+  j.begin_object()
+      .key("machine")
+      .begin_object()
+      .field("lanes", std::string(lanes::kName))
+      .field("threads", b.ceilings.threads);
   j.field("cores", default_threads()).end_object();
   const auto put = [&](const Ceilings& c) {
     j.field("fma_gflops", c.fma_gflops).field("int8_gops", c.int8_gops).field("read_gbs", c.read_gbs);
@@ -347,7 +363,9 @@ std::string report_json(const Bench& b, const std::string& preset, const std::st
     j.field("batch", r.batch).field("threads", b.ceilings.threads).field("seconds", r.seconds);
     if (r.bytes > 0) {
       j.field("tok_s", r.tokens / r.seconds).field("gflops", 1e-9 * (r.flops + r.int8) / r.seconds);
-      j.field("gbs", 1e-9 * r.bytes / r.seconds).field("ceiling", std::string(name)).field("of_ceiling", least / r.seconds);
+      j.field("gbs", 1e-9 * r.bytes / r.seconds)
+          .field("ceiling", std::string(name))
+          .field("of_ceiling", least / r.seconds);
     }
     j.field("spread", r.spread);
     if (!r.note.empty()) j.field("note", r.note);
@@ -360,19 +378,28 @@ std::string report_json(const Bench& b, const std::string& preset, const std::st
 void draw(const std::string& path, const Bench& b, const std::string& what) {
   const Ceilings& c = b.ceilings;
   const bool q8 = b.model.output().type == DType::q8_0;
-  Roofline picture{"How near to the roof", what, c.read_gbs, q8 ? c.int8_gops : c.fma_gflops,
-                   Bench::number("reads at %.0f GB/s", c.read_gbs),
-                   Bench::number(q8 ? "%.0f GOP/s in 8 bits" : "%.0f GFLOP/s", q8 ? c.int8_gops : c.fma_gflops), {}};
+  Roofline picture{
+      "How near to the roof",
+      what,
+      c.read_gbs,
+      q8 ? c.int8_gops : c.fma_gflops,
+      Bench::number("reads at %.0f GB/s", c.read_gbs),
+      Bench::number(q8 ? "%.0f GOP/s in 8 bits" : "%.0f GFLOP/s", q8 ? c.int8_gops : c.fma_gflops),
+      {}};
   for (const Row& r : b.rows)
     if (r.bytes > 0)
       picture.points.push_back({shown(r), (r.flops + r.int8) / r.bytes, 1e-9 * (r.flops + r.int8) / r.seconds,
-                                r.what == "prefill" ? 0 : r.what == "decode" ? 1 : 3});
+                                r.what == "prefill"  ? 0
+                                : r.what == "decode" ? 1
+                                                     : 3});
   write_png(path, draw_roofline(picture));
 }
 
 double packed_weight_bytes(const Model& m) {
   double bytes = 0;
-  const auto add = [&](const Matrix& w) { bytes += static_cast<double>(packed_bytes(w.type, w.outputs, w.inputs)); };
+  const auto add = [&](const Matrix& w) {
+    bytes += static_cast<double>(packed_bytes(w.type, w.outputs, w.inputs));
+  };
   for (const Layer& l : m.layers) add(l.qkv), add(l.attention_out), add(l.gate_up), add(l.down);
   add(m.output());
   return bytes;
@@ -421,12 +448,13 @@ int run(Options& o) {
   if (from_file && !o.given("type")) type = find_dtype(model.output().type)->name;
   const double weights = packed_weight_bytes(model);
 
-  const std::string what = (from_file ? path : preset) + ", " + type + ", " + Bench::number("%.1f MB of weights", 1e-6 * weights) +
-                           "; " + lanes::kName + ", " + std::to_string(threads) + (threads == 1 ? " thread" : " threads");
+  const std::string what = (from_file ? path : preset) + ", " + type + ", " +
+                           Bench::number("%.1f MB of weights", 1e-6 * weights) + "; " + lanes::kName + ", " +
+                           std::to_string(threads) + (threads == 1 ? " thread" : " threads");
   std::printf("%s\n", what.c_str());
   if (from_file)
-    std::printf("opened and packed in %.3f s (%.2f GB/s), peak memory %.2f x the file's tensors\n", packed - begin,
-                1e-9 * file_bytes / (packed - begin), (peak - before) / file_bytes);
+    std::printf("opened and packed in %.3f s (%.2f GB/s), peak memory %.2f x the file's tensors\n",
+                packed - begin, 1e-9 * file_bytes / (packed - begin), (peak - before) / file_bytes);
   else
     std::printf("weights drawn in %.2f s, packed in %.3f s (%.2f GB/s)\n", made - begin, packed - made,
                 1e-9 * file_bytes / (packed - made));
@@ -435,9 +463,11 @@ int run(Options& o) {
   std::vector<Ceilings> all;
   for (int t = 1; t <= threads; t = t < threads && t * 2 > threads ? threads : t * 2) {
     progress("ceilings");
-    all.push_back({t, fma_peak(t, budget), int8_peak(t, budget), read_rate(t, static_cast<size_t>(weights), budget)});
+    all.push_back(
+        {t, fma_peak(t, budget), int8_peak(t, budget), read_rate(t, static_cast<size_t>(weights), budget)});
     progress("");
-    std::printf("%18d%14.1f%13.1f%12.1f\n", t, all.back().fma_gflops, all.back().int8_gops, all.back().read_gbs);
+    std::printf("%18d%14.1f%13.1f%12.1f\n", t, all.back().fma_gflops, all.back().int8_gops,
+                all.back().read_gbs);
   }
   const double memory = read_rate(threads, size_t{1} << 30, budget);
   progress("");
@@ -465,7 +495,8 @@ int run(Options& o) {
     how(o.text(option));
     std::printf("wrote %s\n", o.text(option).c_str());
   };
-  write("json", [&](auto& f) { write_file(f, report_json(b, from_file ? path : preset, type, all, memory)); });
+  write("json",
+        [&](auto& f) { write_file(f, report_json(b, from_file ? path : preset, type, all, memory)); });
   write("png", [&](auto& f) { draw(f, b, what); });
   return 0;
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
+#include <servelite/model.hpp>
 #include <servelite/workload.hpp>
 #include <set>
 #include <sstream>
@@ -440,6 +441,22 @@ TEST_CASE("corpus: a story follows its clock and ends") {
   }
   CHECK(many > 100);
   CHECK(many < 200);
+}
+
+TEST_CASE("corpus: names and words of the house rule can be told apart by their first token") {
+  const servelite::Tokenizer tokenizer = servelite::load_model(SERVELITE_MODEL).tokenizer;
+  const int space = tokenizer.encode("7")[0];  // digits never merge: a space, then the digit
+  REQUIRE(tokenizer.encode("7").size() == 2);
+  std::set<int> first;
+  for (const std::string& name : corpus::kNames) {
+    CAPTURE(name);
+    CHECK(tokenizer.encode(name)[0] != space);
+    CHECK(first.insert(tokenizer.encode(name)[0]).second);
+  }
+  for (const std::string& word : corpus::kLastWords) {
+    CAPTURE(word);
+    CHECK(tokenizer.encode(word)[0] != space);
+  }
 }
 
 TEST_CASE("corpus: the same seed gives the same bytes everywhere") {

@@ -3,8 +3,10 @@
 #pragma once
 
 #include "error.hpp"
+#include "dtype.hpp"
 #include "simd.hpp"
 #include "kernels.hpp"
+#include "machine.hpp"
 #include "gguf.hpp"
 #include "tokenizer.hpp"
 #include "model.hpp"
