@@ -386,7 +386,7 @@ struct Query {
 // A tile is some queries of one sequence that share a KV head: rows of a prefill, heads of a group. It goes
 // through the positions in chunks, so that a chunk of K or V is read from memory once for all of them.
 inline constexpr int kQueries = kManyRegisters ? 4 : 2;     // so many queries at once share a loaded K or V
-inline constexpr int kChunk = 16 * (kManyRegisters ? 4 : 2);  // positions
+inline constexpr int kAttentionChunk = 16 * (kManyRegisters ? 4 : 2);  // positions
 
 /// scores[r][p] = q[r] . k[p] for R queries and the chunk of positions from p0 (as far as n): one chain over e
 /// each. Lanes are positions; those past n hold nothing of use.
@@ -400,7 +400,7 @@ inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queri
   };
   if (block_size % 16 != 0) {  // small blocks: the plain loop, which says what the fast one computes
     for (int r = 0; r < R; ++r)
-      for (int p = p0; p < std::min(n, p0 + kChunk); ++p) {
+      for (int p = p0; p < std::min(n, p0 + kAttentionChunk); ++p) {
         const float* k = k_at(p);
         float dot = 0.0f;
         for (int e = 0; e < width; ++e) dot = std::fma(queries[r].q[e], k[e * block_size], dot);
@@ -408,7 +408,7 @@ inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queri
       }
     return;
   }
-  constexpr int kGroups = kChunk / 16;
+  constexpr int kGroups = kAttentionChunk / 16;
   const int groups = std::min(kGroups, (n - p0 + 15) / 16);
   const float* k[kGroups];
   f32x16 dot[R][kGroups];
@@ -482,7 +482,7 @@ inline void paged_attention(Query* queries, int count, int g, const float* kv, c
                             const KvShape& s, float* scratch) {
   const int most = queries[count - 1].n;
   const ptrdiff_t stride = (most + 63) / 64 * 64;
-  for (int p = 0; p < most; p += kChunk)
+  for (int p = 0; p < most; p += kAttentionChunk)
     for (int r = 0; r < count; r += kQueries) {
       const int together = std::min(kQueries, count - r), n = queries[r + together - 1].n;
       if (p < n)
@@ -495,10 +495,10 @@ inline void paged_attention(Query* queries, int count, int g, const float* kv, c
   const auto values = kManyRegisters && s.head_width % 64 == 0 ? attention_values_of<kQueries, kManyRegisters ? 4 : 2>
                       : s.head_width % 32 == 0                 ? attention_values_of<kQueries, 2>
                                                                : attention_values_of<kQueries, 1>;
-  for (int p = 0; p < most; p += kChunk)
+  for (int p = 0; p < most; p += kAttentionChunk)
     for (int r = 0; r < count; r += kQueries)
       values(std::min(kQueries, count - r), scratch + r * stride, stride, queries + r, g, kv, table, p,
-             std::min(p + kChunk, most), s);
+             std::min(p + kAttentionChunk, most), s);
   for (int r = 0; r < count; ++r)
     for (int e = 0; e < s.head_width; e += 16)
       store(queries[r].out + e, div(load(queries[r].out + e), splat(queries[r].total)));
