@@ -68,62 +68,70 @@ void progress(const std::string& what) {
 
 volatile float sink;  // what is computed must be used, or it is not computed
 
-/// Fused multiply-adds on registers alone: as many independent chains as hide the latency. In GFLOP/s.
+// As many independent chains as hide the latency and fit into registers. The loops over them unroll completely:
+// an array that a loop runs over would live in memory.
+constexpr int kChains = kManyRegisters ? 24 : std::max(1, 12 / lanes::kRegs);
+#define EACH_CHAIN _Pragma("GCC unroll 24") for (int i = 0; i < kChains; ++i)
+
+/// Fused multiply-adds on registers alone. In GFLOP/s.
 double fma_peak(int threads, double budget) {
-  constexpr int kChains = kManyRegisters ? 24 : std::max(1, 12 / lanes::kRegs), kRounds = 200000;
+  constexpr int kRounds = 100000;
   const Timing t = measure(budget, [&] {
     on_threads(threads, [&](int thread) {
       f32x16 acc[kChains];
-      f32x16 a = splat(0.999f), b = splat(1e-3f * static_cast<float>(thread));
-      for (int i = 0; i < kChains; ++i) acc[i] = splat(static_cast<float>(i));
-      for (int round = 0; round < kRounds; ++round)
-        for (int i = 0; i < kChains; ++i) acc[i] = fma(acc[i], a, b), keep(acc[i]);
-      f32x16 all = acc[0];
-      for (int i = 1; i < kChains; ++i) all = add(all, acc[i]);
+      const f32x16 a = splat(0.999f), b = splat(1e-3f * static_cast<float>(thread));
+      EACH_CHAIN acc[i] = splat(static_cast<float>(i));
+      for (int round = 0; round < kRounds; ++round) EACH_CHAIN acc[i] = fma(acc[i], a, b);
+      f32x16 all = splat(0.0f);
+      EACH_CHAIN all = add(all, acc[i]);
       sink = sum(all);
     });
   });
   return 1e-9 * threads * 2.0 * 16 * kChains * kRounds / t.median;
 }
 
+volatile int32_t four_weights = 0x01020304, four_inputs = 0x01010101;  // read anew each round: no constants
+
 /// The same for dot4: 4 products and 4 sums a lane. In GOP/s.
 double int8_peak(int threads, double budget) {
-  constexpr int kChains = kManyRegisters ? 24 : std::max(1, 12 / lanes::kRegs), kRounds = 100000;
+  constexpr int kRounds = 100000;
   const Timing t = measure(budget, [&] {
-    on_threads(threads, [&](int thread) {
+    on_threads(threads, [&](int) {
       i32x16 acc[kChains];
-      i32x16 w = splat_int(0x01020304 + thread), x = splat_int(0x01010101);
-      for (int i = 0; i < kChains; ++i) acc[i] = splat_int(i);
+      EACH_CHAIN acc[i] = splat_int(i);
       for (int round = 0; round < kRounds; ++round) {
-        keep(w), keep(x);
-        for (int i = 0; i < kChains; ++i) acc[i] = dot4(acc[i], w, x), keep(acc[i]);
+        const i32x16 w = splat_int(four_weights), x = splat_int(four_inputs);
+        EACH_CHAIN acc[i] = dot4(acc[i], w, x);
       }
-      float all = 0;
-      for (int i = 0; i < kChains; ++i) all += sum(to_float(acc[i]));
-      sink = all;
+      f32x16 all = splat(0.0f);
+      EACH_CHAIN all = add(all, to_float(acc[i]));
+      sink = sum(all);
     });
   });
   return 1e-9 * threads * 2.0 * 64 * kChains * kRounds / t.median;
 }
 
-/// Reads `bytes` over and over, in huge pages, each thread its own part in order. In GB/s.
+/// Reads `bytes` over and over, in huge pages, each thread its own part in order, and adds the numbers up (in
+/// eight sums, so that none waits). In GB/s.
 double read_rate(int threads, size_t bytes, double budget) {
-  const size_t part = bytes / 1024 / static_cast<size_t>(threads) * 1024;
-  const std::shared_ptr<std::byte> memory = allocate(part * static_cast<size_t>(threads));
+  const size_t part = bytes / 512 / static_cast<size_t>(threads) * 128;  // floats
+  const std::shared_ptr<std::byte> memory = allocate(4 * part * static_cast<size_t>(threads));
+  float* const numbers = reinterpret_cast<float*>(memory.get());
   const size_t loops = std::max<size_t>(1, (size_t{8} << 20) / bytes);
-  on_threads(threads, [&](int t) { std::memset(memory.get() + static_cast<size_t>(t) * part, 1, part); });
+  on_threads(threads, [&](int t) { std::fill_n(numbers + static_cast<size_t>(t) * part, part, 1.0f); });
   const Timing t = measure(budget, [&] {
     on_threads(threads, [&](int thread) {
-      const std::byte* from = memory.get() + static_cast<size_t>(thread) * part;
+      const float* from = numbers + static_cast<size_t>(thread) * part;
+      f32x16 sums[8];
+      for (f32x16& s : sums) s = splat(0.0f);
       for (size_t loop = 0; loop < loops; ++loop)
-        for (size_t at = 0; at < part; at += 1024)
-          for (size_t i = 0; i < 1024; i += 64) {
-            i32x16 x = load_bytes(from + at + i);
-            keep(x);  // loaded, and nothing done with it
-          }
+        for (const float* at = from; at < from + part; at += 128)
+          for (int i = 0; i < 8; ++i) sums[i] = add(sums[i], load(at + 16 * i));
+      for (int i = 1; i < 8; ++i) sums[0] = add(sums[0], sums[i]);
+      sink = sum(sums[0]);
     });
   });
-  return 1e-9 * static_cast<double>(part * static_cast<size_t>(threads) * loops) / t.median;
+  return 4e-9 * static_cast<double>(part * static_cast<size_t>(threads) * loops) / t.median;
 }
 
 struct Ceilings {

@@ -412,10 +412,9 @@ inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queri
   const int groups = std::min(kGroups, (n - p0 + 15) / 16);
   const float* k[kGroups];
   f32x16 dot[R][kGroups];
-  for (int j = 0; j < kGroups; ++j) {
-    k[j] = k_at(p0 + 16 * std::min(j, groups - 1));
-    for (int r = 0; r < R; ++r) dot[r][j] = splat(0.0f);
-  }
+  for (int j = 0; j < kGroups; ++j) k[j] = k_at(p0 + 16 * std::min(j, groups - 1));
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < kGroups; ++j) dot[r][j] = splat(0.0f);
   for (int e = 0; e < width; ++e) {
     f32x16 ke[kGroups];
     for (int j = 0; j < kGroups; ++j) ke[j] = load(k[j] + e * block_size), keep(ke[j]);
@@ -425,7 +424,8 @@ inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queri
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < groups; ++j) store(scores + r * stride + p0 + 16 * j, dot[r][j]);
+    for (int j = 0; j < kGroups; ++j)  // a loop of constant length, or the sums would live in memory
+      if (j < groups) store(scores + r * stride + p0 + 16 * j, dot[r][j]);
 }
 
 /// out[r][e] += weights[r][p] * v[p][e] for R queries and positions p0 to p1 - 1: chains over p go on.
