@@ -236,7 +236,7 @@ struct Bench {
   void attention(const char* what, int queries, int n) {
     const Config& c = model.config;
     const KvShape shape{c.kv_heads, c.head_width, 16};
-    const int blocks = (n + 15) / 16, together = c.heads / c.kv_heads, tile = std::max(1, 16 / together);
+    const int blocks = (n + 15) / 16, together = c.heads / c.kv_heads, tile = std::max(1, 24 / together);
     const size_t layer = static_cast<size_t>(blocks) * 2 * shape.half();
     std::vector<float> kv(layer * static_cast<size_t>(c.layers)),
         q(static_cast<size_t>(queries * c.heads * c.head_width));
@@ -252,7 +252,7 @@ struct Bench {
     add(r, [&] {
       on_threads(ceilings.threads, [&](int thread) {
         std::vector<Query> tiles;
-        std::vector<float> scratch(static_cast<size_t>(std::max(16, together)) *
+        std::vector<float> scratch(static_cast<size_t>(std::max(24, together)) *
                                    static_cast<size_t>((n + 63) / 64 * 64));
         int unit = 0;
         for (int l = 0; l < c.layers; ++l)

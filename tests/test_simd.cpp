@@ -84,7 +84,7 @@ TEST_CASE("simd: load and store keep every lane in its place, at any alignment")
   store(y, splat(2.5f));
   for (const float lane : y) CHECK(lane == 2.5f);
   f32x16 kept = load(from);
-  keep(kept);
+  kept = keep(kept);
   store(y, kept);
   for (int i = 0; i < 16; ++i) CHECK(y[i] == from[i]);
 }

@@ -77,10 +77,8 @@ inline void matmul_tile(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t 
     for (int q = 0; q < Q * 2; ++q) acc[r][q] = add ? load(y + r * y_stride + q * 16) : splat(0.0f);
   for (int k = 0; k < n_in; ++k) {
     f32x16 w[Q * 2];
-    for (int q = 0; q < Q * 2; ++q) {
-      w[q] = load(panel + (static_cast<ptrdiff_t>(q / 2) * n_in + k) * kPanel + q % 2 * 16);
-      keep(w[q]);
-    }
+    for (int q = 0; q < Q * 2; ++q)
+      w[q] = keep(load(panel + (static_cast<ptrdiff_t>(q / 2) * n_in + k) * kPanel + q % 2 * 16));
     for (int r = 0; r < R; ++r) {
       const f32x16 xr = splat(x[r * x_stride + k]);
       for (int q = 0; q < Q * 2; ++q) acc[r][q] = fma(xr, w[q], acc[r][q]);
@@ -217,10 +215,7 @@ inline void matmul_q8_tile(float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0
     const auto block = [&](int q) { return panel + (static_cast<ptrdiff_t>(q / 2) * blocks + b) * kQ8Block; };
     for (int k = 0; k < kQ8Inputs; k += 4) {
       i32x16 w[Q * 2];
-      for (int q = 0; q < Q * 2; ++q) {
-        w[q] = load_bytes(block(q) + 2 * kPanel + k * kPanel + q % 2 * 64);
-        keep(w[q]);
-      }
+      for (int q = 0; q < Q * 2; ++q) w[q] = keep(load_bytes(block(q) + 2 * kPanel + k * kPanel + q % 2 * 64));
       for (int r = 0; r < R; ++r) {
         int32_t four;
         std::memcpy(&four, x.q.data() + (row_at + static_cast<size_t>(r * blocks)) * kQ8Inputs + k, 4);
@@ -385,13 +380,34 @@ struct Query {
 
 // A tile is some queries of one sequence that share a KV head: rows of a prefill, heads of a group. It goes
 // through the positions in chunks, so that a chunk of K or V is read from memory once for all of them.
-inline constexpr int kQueries = kManyRegisters ? 4 : 2;     // so many queries at once share a loaded K or V
+inline constexpr int kQueries = kManyRegisters ? 6 : 2;     // so many queries at once share a loaded K or V
+#define SERVELITE_OUT_OF_LINE [[gnu::noinline]]  // within a large function g++ runs out of registers
 inline constexpr int kAttentionChunk = 16 * (kManyRegisters ? 4 : 2);  // positions
+
+/// scores[r][16 j + lane] = q[r] . k[j][lane] for R queries and J groups of sixteen positions; K's rows are
+/// block_size floats apart.
+template <int R, int J>
+inline void score_tile(float* scores, ptrdiff_t stride, const Query* queries, const float* const* k, int width,
+                       int block_size) {
+  f32x16 dot[R][J];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < J; ++j) dot[r][j] = splat(0.0f);
+  for (int e = 0; e < width; ++e) {
+    f32x16 ke[J];
+    for (int j = 0; j < J; ++j) ke[j] = keep(load(k[j] + e * block_size));
+    for (int r = 0; r < R; ++r) {
+      const f32x16 qe = splat(queries[r].q[e]);
+      for (int j = 0; j < J; ++j) dot[r][j] = fma(qe, ke[j], dot[r][j]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < J; ++j) store(scores + r * stride + 16 * j, dot[r][j]);
+}
 
 /// scores[r][p] = q[r] . k[p] for R queries and the chunk of positions from p0 (as far as n): one chain over e
 /// each. Lanes are positions; those past n hold nothing of use.
 template <int R>
-inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queries, int g, const float* kv,
+SERVELITE_OUT_OF_LINE inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queries, int g, const float* kv,
                              const int* table, int p0, int n, const KvShape& s) {
   const int width = s.head_width, block_size = s.block_size;
   const auto k_at = [&](int p) {  // address of k[p][0]; the next e is block_size floats further
@@ -409,29 +425,15 @@ inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queri
     return;
   }
   constexpr int kGroups = kAttentionChunk / 16;
-  const int groups = std::min(kGroups, (n - p0 + 15) / 16);
-  const float* k[kGroups];
-  f32x16 dot[R][kGroups];
-  for (int j = 0; j < kGroups; ++j) k[j] = k_at(p0 + 16 * std::min(j, groups - 1));
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < kGroups; ++j) dot[r][j] = splat(0.0f);
-  for (int e = 0; e < width; ++e) {
-    f32x16 ke[kGroups];
-    for (int j = 0; j < kGroups; ++j) ke[j] = load(k[j] + e * block_size), keep(ke[j]);
-    for (int r = 0; r < R; ++r) {
-      const f32x16 qe = splat(queries[r].q[e]);
-      for (int j = 0; j < kGroups; ++j) dot[r][j] = fma(qe, ke[j], dot[r][j]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < kGroups; ++j)  // a loop of constant length, or the sums would live in memory
-      if (j < groups) store(scores + r * stride + p0 + 16 * j, dot[r][j]);
+  const float* k[kGroups];  // of sixteen positions each; the last group again where there are fewer
+  for (int j = 0; j < kGroups; ++j) k[j] = k_at(std::min(p0 + 16 * j, (n - 1) / 16 * 16));
+  score_tile<R, kGroups>(scores + p0, stride, queries, k, width, block_size);
 }
 
 /// out[r][e] += weights[r][p] * v[p][e] for R queries and positions p0 to p1 - 1: chains over p go on.
 /// Lanes are e, W * 16 of them at a time.
 template <int R, int W>
-inline void attention_values(const float* weights, ptrdiff_t stride, const Query* queries, int g, const float* kv,
+SERVELITE_OUT_OF_LINE inline void attention_values(const float* weights, ptrdiff_t stride, const Query* queries, int g, const float* kv,
                              const int* table, int p0, int p1, const KvShape& s) {
   for (int e = 0; e < s.head_width; e += 16 * W) {
     f32x16 acc[R][W];
@@ -442,7 +444,7 @@ inline void attention_values(const float* weights, ptrdiff_t stride, const Query
                        static_cast<size_t>((g * s.block_size + p % s.block_size) * s.head_width + e);
       for (const int stop = std::min(p1, (p / s.block_size + 1) * s.block_size); p < stop; ++p, v += s.head_width) {
         f32x16 vp[W];
-        for (int i = 0; i < W; ++i) vp[i] = load(v + 16 * i), keep(vp[i]);
+        for (int i = 0; i < W; ++i) vp[i] = keep(load(v + 16 * i));
         for (int r = 0; r < R; ++r) {
           const f32x16 weight = splat(weights[r * stride + p]);
           for (int i = 0; i < W; ++i) acc[r][i] = fma(weight, vp[i], acc[r][i]);

@@ -46,10 +46,11 @@ inline reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }
 inline reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
 inline reg div(reg a, reg b) { return _mm512_div_ps(a, b); }
 inline reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
-inline reg max(reg a, reg b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), b, a); }
-inline reg min(reg a, reg b) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), b, a); }
+// max is a > b ? a : b on every machine, so that it agrees on NaN and -0. The masked forms: g++ 12 warns about the plain.
+inline reg max(reg a, reg b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
+inline reg min(reg a, reg b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
 inline void keep(reg& a) { asm("" : "+v"(a)); }
-inline reg widen(const Half* p) {  // the masked form: g++ 12 warns about the plain one
+inline reg widen(const Half* p) {
   return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 #elif defined(__AVX2__) && defined(__FMA__) && !defined(SERVELITE_PLAIN)
@@ -64,8 +65,8 @@ inline reg sub(reg a, reg b) { return _mm256_sub_ps(a, b); }
 inline reg mul(reg a, reg b) { return _mm256_mul_ps(a, b); }
 inline reg div(reg a, reg b) { return _mm256_div_ps(a, b); }
 inline reg fma(reg a, reg b, reg c) { return _mm256_fmadd_ps(a, b, c); }
-inline reg max(reg a, reg b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
-inline reg min(reg a, reg b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+inline reg max(reg a, reg b) { return _mm256_max_ps(a, b); }
+inline reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
 inline void keep(reg& a) { asm("" : "+x"(a)); }
   #ifdef __F16C__
 inline reg widen(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
@@ -203,7 +204,10 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 
 /// Tells the compiler to hold a loaded value in a register. Left alone, g++ loads a weight again from the
 /// cache for every row that uses it, which halves the speed of small batches.
-inline void keep(f32x16& a) { SERVELITE_EACH_REG lanes::keep(a.part[i]); }
+inline f32x16 keep(f32x16 a) {
+  SERVELITE_EACH_REG lanes::keep(a.part[i]);
+  return a;
+}
 
 /// Sixteen integers, or sixteen times four bytes. Integer sums are exact, so their order is free.
 struct i32x16 {
@@ -224,12 +228,13 @@ inline f32x16 to_float(i32x16 a) {
   SERVELITE_EACH_REG y.part[i] = lanes::to_float(a.part[i]);
   return y;
 }
-inline void keep(i32x16& a) {
+inline i32x16 keep(i32x16 a) {
   SERVELITE_EACH_REG {
     auto part = std::bit_cast<lanes::reg>(a.part[i]);
     lanes::keep(part);
     a.part[i] = std::bit_cast<lanes::ints>(part);
   }
+  return a;
 }
 /// Lane by lane: acc + w[0] x[0] + .. + w[3] x[3], w unsigned and x signed bytes.
 inline i32x16 dot4(i32x16 acc, i32x16 w, i32x16 x) {

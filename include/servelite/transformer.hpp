@@ -101,7 +101,7 @@ class Transformer final : public Executor {
     std::vector<Query> queries;
     std::vector<float> scores;
   };
-  static constexpr int kTileQueries = 16;
+  static constexpr int kTileQueries = 24;
 
   /// Lists the step's rows and makes room for their activations.
   void lay_out(const StepBatch& step) {
