@@ -68,8 +68,8 @@ void progress(const std::string& what) {
 
 volatile float sink;  // what is computed must be used, or it is not computed
 
-// As many independent chains as hide the latency and fit into registers. The loops over them unroll completely:
-// an array that a loop runs over would live in memory.
+// As many independent chains as hide the latency and fit into registers. The loops over them unroll
+// completely: an array that a loop runs over would live in memory.
 constexpr int kChains = kManyRegisters ? 24 : std::max(1, 12 / lanes::kRegs);
 #define EACH_CHAIN _Pragma("GCC unroll 24") for (int i = 0; i < kChains; ++i)
 

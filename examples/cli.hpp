@@ -34,8 +34,7 @@ class Options {
         print_help();
         return false;
       }
-      if (argument.rfind("--", 0) != 0)
-        fail("expected an option such as --help, found '", argument, "'");
+      if (argument.rfind("--", 0) != 0) fail("expected an option such as --help, found '", argument, "'");
       const size_t equals = argument.find('=');
       Option& option = find(argument.substr(2, equals == std::string::npos ? equals : equals - 2));
       option.given = true;
@@ -76,7 +75,8 @@ class Options {
     std::istringstream in(value);
     in.imbue(std::locale::classic());
     Number n{};
-    if (!(in >> std::noskipws >> n) || in.peek() != std::istringstream::traits_type::eof() || !(n >= low && n <= high))
+    if (!(in >> std::noskipws >> n) || in.peek() != std::istringstream::traits_type::eof() ||
+        !(n >= low && n <= high))
       fail("--", name, ": expected ", what, " from ", low, " to ", high, ", found '", value, "'");
     return n;
   }

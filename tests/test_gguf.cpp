@@ -407,9 +407,7 @@ TEST_CASE("a file is replaced whole or not at all") {
   CHECK(read_gguf(path).get_u32("a") == 3);
 
   std::filesystem::create_directory(folder.file("taken"));  // the last step, renaming, fails
-  CHECK(message([&] {
-          write_gguf(folder.file("taken"), {}, {});
-        }).find("cannot write") != std::string::npos);
+  CHECK(message([&] { write_gguf(folder.file("taken"), {}, {}); }).find("cannot write") != std::string::npos);
   CHECK(message([&] { write_gguf(folder.file("none/a.gguf"), {}, {}); }).find("cannot write") !=
         std::string::npos);
   CHECK(folder.list().size() == 2);  // nothing partial is left

@@ -43,8 +43,8 @@ class ContinuousBatcher final : public Batcher {
       : pool_(pool), cache_(pool), limits_(limits), options_(options) {
     if (options.seats < 1) fail("continuous batcher: expected at least one seat, found ", options.seats);
     if (!options.paging && pool.size() < pool.blocks_for(limits.context))
-      fail("continuous batcher without paging: expected KV memory for at least one full context of ", limits.context,
-           " tokens, found ", pool.size() * pool.block_size(), " tokens");
+      fail("continuous batcher without paging: expected KV memory for at least one full context of ",
+           limits.context, " tokens, found ", pool.size() * pool.block_size(), " tokens");
     seats_.resize(static_cast<size_t>(options.seats));
   }
 
@@ -91,12 +91,14 @@ class ContinuousBatcher final : public Batcher {
   const PrefixCache& cache() const { return cache_; }
 
   KvUse kv_use() const override {
-    std::vector<int> filled(static_cast<size_t>(pool_.size()));  // tokens in each block; shared ones count once
+    std::vector<int> filled(
+        static_cast<size_t>(pool_.size()));  // tokens in each block; shared ones count once
     KvUse use;
     for (const Sequence* s : running_)
       for (size_t i = 0; i < s->blocks.size(); ++i) {
         int& most = filled[static_cast<size_t>(s->blocks[i])];
-        const int here = std::clamp(s->known() - static_cast<int>(i) * pool_.block_size(), 0, pool_.block_size());
+        const int here =
+            std::clamp(s->known() - static_cast<int>(i) * pool_.block_size(), 0, pool_.block_size());
         use.used += std::max(0, here - most);
         most = std::max(most, here);
       }

@@ -231,9 +231,7 @@ inline void dequantize(const Tensor& t, float* out) {
   };
   float* const end = out + t.elements();
   switch (t.type) {
-    case DType::f32:
-      std::memcpy(out, in, t.bytes);
-      return;
+    case DType::f32: std::memcpy(out, in, t.bytes); return;
     case DType::f16:
       while (out != end) *out++ = half_to_float(next(uint16_t{}));
       return;

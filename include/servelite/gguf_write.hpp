@@ -104,19 +104,22 @@ inline void write_gguf(const std::string& path, const Metadata& metadata,
 
 // ---- changing types --------------------------------------------------------------------------------
 
-/// n floats as the bytes of a tensor type: F32, F16, BF16 (rounded to nearest, ties to even) or Q8_0 (blocks of
-/// 32: scale = largest size / 127 as a half, numbers rounded to whole multiples of it).
+/// n floats as the bytes of a tensor type: F32, F16, BF16 (rounded to nearest, ties to even) or Q8_0 (blocks
+/// of 32: scale = largest size / 127 as a half, numbers rounded to whole multiples of it).
 inline void quantize(DType type, const float* x, size_t n, std::byte* out) {
   const auto put_next = [&out](auto number) {
     std::memcpy(out, &number, sizeof number);
     out += sizeof number;
   };
   const DTypeInfo* info = find_dtype(type);
-  if (!info || n % info->block != 0) fail("quantize: expected a multiple of the type's block, found ", n, " numbers");
+  if (!info || n % info->block != 0)
+    fail("quantize: expected a multiple of the type's block, found ", n, " numbers");
   if (type == DType::f32) return void(std::memcpy(out, x, n * 4));
   for (size_t i = 0; i < n; i += info->block) {
-    if (type == DType::f16) put_next(float_to_half(x[i]));
-    else if (type == DType::bf16) put_next(float_to_bf16(x[i]));
+    if (type == DType::f16)
+      put_next(float_to_half(x[i]));
+    else if (type == DType::bf16)
+      put_next(float_to_bf16(x[i]));
     else if (type == DType::q8_0) {
       float top = 0;
       for (size_t k = i; k < i + 32; ++k) top = std::max(top, std::abs(x[k]));

@@ -59,7 +59,8 @@ inline void pack_panels(float* packed, const float* w, int n_out, int n_in) {
 }
 
 // What one tile computes, in plain words:
-//   for r in rows, for o in outputs:  acc = add ? y[r][o] : 0;  for k ascending: acc = fma(x[r][k], w[o][k], acc)
+//   for r in rows, for o in outputs:  acc = add ? y[r][o] : 0;  for k ascending: acc = fma(x[r][k], w[o][k],
+//   acc)
 // R rows times Q panels are kept in registers: R * Q * 2 chains run side by side and hide the latency
 // of each. R and Q are chosen by the number of registers, and change no bit.
 template <int R, int Q, class Weight>
@@ -113,9 +114,10 @@ inline void matmul_group(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t
                           panel, n_in, n_out_left, add);
 }
 
-/// Shares out the matmul of `rows` rows and N outputs: calls part(first panel, panels, first row, rows) for this
-/// thread's pieces. Few rows: several panels at once, or the few chains would wait for each other. Many rows:
-/// one panel at a time stays in the cache; threads then share panels, and rows too, since panels may be few.
+/// Shares out the matmul of `rows` rows and N outputs: calls part(first panel, panels, first row, rows) for
+/// this thread's pieces. Few rows: several panels at once, or the few chains would wait for each other. Many
+/// rows: one panel at a time stays in the cache; threads then share panels, and rows too, since panels may be
+/// few.
 template <class Part>
 inline void each_piece(int rows, int n_out, int thread, int threads, Part&& part) {
   const int panels = panels_of(n_out), group = panels_for(rows), groups = (panels + group - 1) / group;
@@ -136,8 +138,9 @@ inline void each_piece(int rows, int n_out, int thread, int threads, Part&& part
 /// Strides in numbers between rows. add: y's old value starts the chain instead of 0.
 /// Weight: float, or Half or Bf16, which are widened as they are read.
 template <class Weight>
-inline void matmul(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows, const Weight* packed,
-                   int n_in, int n_out, int thread = 0, int threads = 1, bool add = false) {
+inline void matmul(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows,
+                   const Weight* packed, int n_in, int n_out, int thread = 0, int threads = 1,
+                   bool add = false) {
   each_piece(rows, n_out, thread, threads, [&](int p, int panels, int r0, int count) {
     const Weight* panel = packed + static_cast<ptrdiff_t>(p) * kPanel * n_in;
     float* to = y + r0 * y_stride + p * kPanel;
@@ -189,7 +192,8 @@ inline void quantize_row(Q8Rows& rows, int r, const float* x, int n_in) {
     store(size, sizes);
     const float top = *std::max_element(size, size + 16), inverse = top > 0 ? 127.0f / top : 0.0f;
     int32_t sum = 0, bits[kQ8Inputs];
-    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, in the low bits
+    const f32x16 magic =
+        splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, in the low bits
     for (int i = 0; i < kQ8Inputs; i += 16) {
       const f32x16 t = fma(load(from + i), splat(inverse), magic);
       std::memcpy(bits + i, &t, sizeof t);
@@ -202,8 +206,8 @@ inline void quantize_row(Q8Rows& rows, int r, const float* x, int n_in) {
 
 /// R rows (from row r0 of x) times Q panels; the comment above says what it computes.
 template <int R, int Q>
-inline void matmul_q8_tile(float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0, const std::byte* panel, int blocks,
-                           int n_out_left) {
+inline void matmul_q8_tile(float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0, const std::byte* panel,
+                           int blocks, int n_out_left) {
   f32x16 acc[R][Q * 2];
   for (int r = 0; r < R; ++r)
     for (int q = 0; q < Q * 2; ++q) acc[r][q] = splat(0.0f);
@@ -211,11 +215,13 @@ inline void matmul_q8_tile(float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0
     i32x16 sum[R][Q * 2];
     const size_t row_at = static_cast<size_t>(r0) * static_cast<size_t>(blocks) + static_cast<size_t>(b);
     for (int r = 0; r < R; ++r)
-      for (int q = 0; q < Q * 2; ++q) sum[r][q] = splat_int(x.start[row_at + static_cast<size_t>(r * blocks)]);
+      for (int q = 0; q < Q * 2; ++q)
+        sum[r][q] = splat_int(x.start[row_at + static_cast<size_t>(r * blocks)]);
     const auto block = [&](int q) { return panel + (static_cast<ptrdiff_t>(q / 2) * blocks + b) * kQ8Block; };
     for (int k = 0; k < kQ8Inputs; k += 4) {
       i32x16 w[Q * 2];
-      for (int q = 0; q < Q * 2; ++q) w[q] = keep(load_bytes(block(q) + 2 * kPanel + k * kPanel + q % 2 * 64));
+      for (int q = 0; q < Q * 2; ++q)
+        w[q] = keep(load_bytes(block(q) + 2 * kPanel + k * kPanel + q % 2 * 64));
       for (int r = 0; r < R; ++r) {
         int32_t four;
         std::memcpy(&four, x.q.data() + (row_at + static_cast<size_t>(r * blocks)) * kQ8Inputs + k, 4);
@@ -226,7 +232,8 @@ inline void matmul_q8_tile(float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0
     for (int q = 0; q < Q * 2; ++q) {
       const f32x16 d = load(reinterpret_cast<const Half*>(block(q)) + q % 2 * 16);
       for (int r = 0; r < R; ++r)
-        acc[r][q] = fma(to_float(sum[r][q]), mul(d, splat(x.scale[row_at + static_cast<size_t>(r * blocks)])), acc[r][q]);
+        acc[r][q] = fma(to_float(sum[r][q]), mul(d, splat(x.scale[row_at + static_cast<size_t>(r * blocks)])),
+                        acc[r][q]);
     }
   }
   for (int r = 0; r < R; ++r) {
@@ -237,15 +244,15 @@ inline void matmul_q8_tile(float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0
 }
 
 template <int R, int Q>
-inline void matmul_q8_up_to(int rows, float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0, const std::byte* panel,
-                            int blocks, int n_out_left) {
+inline void matmul_q8_up_to(int rows, float* y, ptrdiff_t y_stride, const Q8Rows& x, int r0,
+                            const std::byte* panel, int blocks, int n_out_left) {
   if (rows == R) return matmul_q8_tile<R, Q>(y, y_stride, x, r0, panel, blocks, n_out_left);
   if constexpr (R > 1) matmul_q8_up_to<R - 1, Q>(rows, y, y_stride, x, r0, panel, blocks, n_out_left);
 }
 
 /// y[rows x N] = x * W^T, both in 8 bits; this thread's share. packed: panels of K/32 blocks.
-inline void matmul_q8(float* y, ptrdiff_t y_stride, const Q8Rows& x, int rows, const std::byte* packed, int n_in,
-                      int n_out, int thread = 0, int threads = 1) {
+inline void matmul_q8(float* y, ptrdiff_t y_stride, const Q8Rows& x, int rows, const std::byte* packed,
+                      int n_in, int n_out, int thread = 0, int threads = 1) {
   constexpr int most = kManyRegisters ? 6 : 2;
   const int blocks = n_in / kQ8Inputs;
   each_piece(rows, n_out, thread, threads, [&](int p, int panels, int r0, int count) {
@@ -380,15 +387,15 @@ struct Query {
 
 // A tile is some queries of one sequence that share a KV head: rows of a prefill, heads of a group. It goes
 // through the positions in chunks, so that a chunk of K or V is read from memory once for all of them.
-inline constexpr int kQueries = kManyRegisters ? 6 : 2;     // so many queries at once share a loaded K or V
-#define SERVELITE_OUT_OF_LINE [[gnu::noinline]]  // within a large function g++ runs out of registers
+// (noinline: inside a large function g++ runs out of registers and keeps the sums in memory.)
+inline constexpr int kQueries = kManyRegisters ? 6 : 2;  // so many at once share a loaded K or V
 inline constexpr int kAttentionChunk = 16 * (kManyRegisters ? 4 : 2);  // positions
 
 /// scores[r][16 j + lane] = q[r] . k[j][lane] for R queries and J groups of sixteen positions; K's rows are
 /// block_size floats apart.
 template <int R, int J>
-inline void score_tile(float* scores, ptrdiff_t stride, const Query* queries, const float* const* k, int width,
-                       int block_size) {
+inline void score_tile(float* scores, ptrdiff_t stride, const Query* queries, const float* const* k,
+                       int width, int block_size) {
   f32x16 dot[R][J];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j) dot[r][j] = splat(0.0f);
@@ -404,11 +411,12 @@ inline void score_tile(float* scores, ptrdiff_t stride, const Query* queries, co
     for (int j = 0; j < J; ++j) store(scores + r * stride + 16 * j, dot[r][j]);
 }
 
-/// scores[r][p] = q[r] . k[p] for R queries and the chunk of positions from p0 (as far as n): one chain over e
-/// each. Lanes are positions; those past n hold nothing of use.
+/// scores[r][p] = q[r] . k[p] for R queries and the chunk of positions from p0 (as far as n): one chain over
+/// e each. Lanes are positions; those past n hold nothing of use.
 template <int R>
-SERVELITE_OUT_OF_LINE inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queries, int g, const float* kv,
-                             const int* table, int p0, int n, const KvShape& s) {
+[[gnu::noinline]] inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queries, int g,
+                                               const float* kv, const int* table, int p0, int n,
+                                               const KvShape& s) {
   const int width = s.head_width, block_size = s.block_size;
   const auto k_at = [&](int p) {  // address of k[p][0]; the next e is block_size floats further
     return kv + static_cast<size_t>(table[p / block_size]) * 2 * s.half() +
@@ -433,8 +441,9 @@ SERVELITE_OUT_OF_LINE inline void attention_scores(float* scores, ptrdiff_t stri
 /// out[r][e] += weights[r][p] * v[p][e] for R queries and positions p0 to p1 - 1: chains over p go on.
 /// Lanes are e, W * 16 of them at a time.
 template <int R, int W>
-SERVELITE_OUT_OF_LINE inline void attention_values(const float* weights, ptrdiff_t stride, const Query* queries, int g, const float* kv,
-                             const int* table, int p0, int p1, const KvShape& s) {
+[[gnu::noinline]] inline void attention_values(const float* weights, ptrdiff_t stride, const Query* queries,
+                                               int g, const float* kv, const int* table, int p0, int p1,
+                                               const KvShape& s) {
   for (int e = 0; e < s.head_width; e += 16 * W) {
     f32x16 acc[R][W];
     for (int r = 0; r < R; ++r)
@@ -442,7 +451,8 @@ SERVELITE_OUT_OF_LINE inline void attention_values(const float* weights, ptrdiff
     for (int p = p0; p < p1;) {
       const float* v = kv + static_cast<size_t>(table[p / s.block_size]) * 2 * s.half() + s.half() +
                        static_cast<size_t>((g * s.block_size + p % s.block_size) * s.head_width + e);
-      for (const int stop = std::min(p1, (p / s.block_size + 1) * s.block_size); p < stop; ++p, v += s.head_width) {
+      for (const int stop = std::min(p1, (p / s.block_size + 1) * s.block_size); p < stop;
+           ++p, v += s.head_width) {
         f32x16 vp[W];
         for (int i = 0; i < W; ++i) vp[i] = keep(load(v + 16 * i));
         for (int r = 0; r < R; ++r) {
@@ -458,10 +468,11 @@ SERVELITE_OUT_OF_LINE inline void attention_values(const float* weights, ptrdiff
 
 /// The same for `count` <= R queries: first the positions that all of them see, then each one's own rest.
 template <int R, int W>
-inline void attention_values_of(int count, const float* weights, ptrdiff_t stride, const Query* queries, int g,
-                                const float* kv, const int* table, int p0, int p1, const KvShape& s) {
+inline void attention_values_of(int count, const float* weights, ptrdiff_t stride, const Query* queries,
+                                int g, const float* kv, const int* table, int p0, int p1, const KvShape& s) {
   if (count < R) {
-    if constexpr (R > 1) attention_values_of<R - 1, W>(count, weights, stride, queries, g, kv, table, p0, p1, s);
+    if constexpr (R > 1)
+      attention_values_of<R - 1, W>(count, weights, stride, queries, g, kv, table, p0, p1, s);
     return;
   }
   const int common = std::clamp(queries[0].n, p0, p1);
@@ -488,15 +499,17 @@ inline void paged_attention(Query* queries, int count, int g, const float* kv, c
     for (int r = 0; r < count; r += kQueries) {
       const int together = std::min(kQueries, count - r), n = queries[r + together - 1].n;
       if (p < n)
-        attention_scores_of<kQueries>(together, scratch + r * stride, stride, queries + r, g, kv, table, p, n, s);
+        attention_scores_of<kQueries>(together, scratch + r * stride, stride, queries + r, g, kv, table, p, n,
+                                      s);
     }
   for (int r = 0; r < count; ++r) {
     queries[r].total = softmax_numerators(scratch + r * stride, queries[r].n);
     std::fill_n(queries[r].out, s.head_width, 0.0f);
   }
-  const auto values = kManyRegisters && s.head_width % 64 == 0 ? attention_values_of<kQueries, kManyRegisters ? 4 : 2>
-                      : s.head_width % 32 == 0                 ? attention_values_of<kQueries, 2>
-                                                               : attention_values_of<kQueries, 1>;
+  const auto values = kManyRegisters && s.head_width % 64 == 0 ? attention_values_of < kQueries,
+             kManyRegisters ? 4 : 2 >
+      : s.head_width % 32 == 0 ? attention_values_of<kQueries, 2>
+                               : attention_values_of<kQueries, 1>;
   for (int p = 0; p < most; p += kAttentionChunk)
     for (int r = 0; r < count; r += kQueries)
       values(std::min(kQueries, count - r), scratch + r * stride, stride, queries + r, g, kv, table, p,

@@ -33,8 +33,9 @@ inline int default_threads() {
 #endif
 }
 
-/// Uninitialised memory for weights, shared by all copies of a matrix. Large pieces begin at a huge page and ask
-/// for huge pages: a decode step reads all weights once, and with 4 KiB pages every 64th line is a TLB miss.
+/// Uninitialised memory for weights, shared by all copies of a matrix. Large pieces begin at a huge page and
+/// ask for huge pages: a decode step reads all weights once, and with 4 KiB pages every 64th line is a TLB
+/// miss.
 inline std::shared_ptr<std::byte> allocate(size_t bytes) {
   constexpr size_t huge = size_t{2} << 20;
   const std::align_val_t alignment{bytes >= 2 * huge ? huge : 64};
@@ -46,7 +47,8 @@ inline std::shared_ptr<std::byte> allocate(size_t bytes) {
 }
 
 /// The file's bytes as the system pages them in, read only; nullptr where that cannot be had.
-inline std::shared_ptr<std::byte> map_file([[maybe_unused]] const std::string& path, [[maybe_unused]] size_t bytes) {
+inline std::shared_ptr<std::byte> map_file([[maybe_unused]] const std::string& path,
+                                           [[maybe_unused]] size_t bytes) {
 #ifdef SERVELITE_POSIX
   const int file = ::open(path.c_str(), O_RDONLY);
   if (file < 0) return nullptr;

@@ -55,7 +55,8 @@ struct Matrix {
       if (type == DType::bf16) y[k] = bf16_to_float(as<Bf16>()[at + k * kPanel].bits);
       if (type == DType::q8_0) {
         const std::byte* block =
-            panels.get() + (static_cast<ptrdiff_t>(o / kPanel) * (inputs / kQ8Inputs) + k / kQ8Inputs) * kQ8Block;
+            panels.get() +
+            (static_cast<ptrdiff_t>(o / kPanel) * (inputs / kQ8Inputs) + k / kQ8Inputs) * kQ8Block;
         const std::byte q = block[2 * kPanel + k % kQ8Inputs / 4 * 4 * kPanel + o % kPanel * 4 + k % 4];
         const float scale = half_to_float(reinterpret_cast<const Half*>(block)[o % kPanel].bits);
         y[k] = scale * static_cast<float>(static_cast<int>(q) - 128);
@@ -89,7 +90,8 @@ struct Model {
   bool has_q8() const {
     bool found = output().type == DType::q8_0;
     for (const Layer& l : layers)
-      for (const Matrix* m : {&l.qkv, &l.attention_out, &l.gate_up, &l.down}) found = found || m->type == DType::q8_0;
+      for (const Matrix* m : {&l.qkv, &l.attention_out, &l.gate_up, &l.down})
+        found = found || m->type == DType::q8_0;
     return found;
   }
   const Matrix& output() const { return !output_matrix.panels ? embedding : output_matrix; }
@@ -227,9 +229,10 @@ inline void forget_rows(const std::byte* const* rows, size_t row_bytes) {
   }
 }
 
-/// Matrices with the same input, one below the other, packed as one straight from the file's bytes: nothing is
-/// ever there twice. Its type is that of the parts; parts of different types become floats.
-inline Matrix read_matrix(const Gguf& file, int inputs, const std::vector<std::pair<std::string, int>>& parts) {
+/// Matrices with the same input, one below the other, packed as one straight from the file's bytes: nothing
+/// is ever there twice. Its type is that of the parts; parts of different types become floats.
+inline Matrix read_matrix(const Gguf& file, int inputs,
+                          const std::vector<std::pair<std::string, int>>& parts) {
   Matrix m;
   m.inputs = inputs;
   std::vector<const Tensor*> tensors;
@@ -239,7 +242,8 @@ inline Matrix read_matrix(const Gguf& file, int inputs, const std::vector<std::p
     m.outputs += outputs;
   }
   m.type = tensors[0]->type;
-  bool as_stored = m.type == DType::f32 || m.type == DType::f16 || m.type == DType::bf16 || m.type == DType::q8_0;
+  bool as_stored =
+      m.type == DType::f32 || m.type == DType::f16 || m.type == DType::bf16 || m.type == DType::q8_0;
   for (const Tensor* t : tensors) as_stored = as_stored && t->type == m.type;
   if (!as_stored) {
     m.type = DType::f32;

@@ -143,15 +143,9 @@ inline void draw_mark(Canvas& c, int x, int y, int w, int h, const Cell& cell) {
       fill_rect(c, x, y, w, h, mix(color, Color{0, 0, 0}, 0.45));
       fill_rect(c, x + (w > 4 ? 2 : 0), y + h / 10, w - (w > 4 ? 4 : 0), h - h / 10 * 2, color);
       break;
-    case Mark::decode:
-      fill_rect(c, x, y + inset, w, h - 2 * inset, mix(color, kWhite, 0.3));
-      break;
-    case Mark::padding:
-      hatch(c, x, y, w, h, -1, 5, kWhite);
-      break;
-    case Mark::dead:
-      hatch(c, x, y + inset, w, h - 2 * inset, 1, 8, kRule);
-      break;
+    case Mark::decode: fill_rect(c, x, y + inset, w, h - 2 * inset, mix(color, kWhite, 0.3)); break;
+    case Mark::padding: hatch(c, x, y, w, h, -1, 5, kWhite); break;
+    case Mark::dead: hatch(c, x, y + inset, w, h - 2 * inset, 1, 8, kRule); break;
   }
 }
 

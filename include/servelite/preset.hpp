@@ -26,10 +26,14 @@ inline constexpr std::array<const char*, 3> kPresets = {"tiny", "110m", "1b"};
 /// Their shapes. The context is 8,192 for all, so that long contexts can be measured.
 inline Config preset_config(const std::string& name) {
   Config c;
-  if (name == "tiny") c = {192, 4, 6, 2, 32, 384, 768, 8192};
-  else if (name == "110m") c = {768, 12, 12, 12, 64, 2048, 32000, 8192};
-  else if (name == "1b") c = {2048, 22, 32, 4, 64, 5632, 32000, 8192};
-  else fail("preset: expected tiny, 110m or 1b, found '", name, "'");
+  if (name == "tiny")
+    c = {192, 4, 6, 2, 32, 384, 768, 8192};
+  else if (name == "110m")
+    c = {768, 12, 12, 12, 64, 2048, 32000, 8192};
+  else if (name == "1b")
+    c = {2048, 22, 32, 4, 64, 5632, 32000, 8192};
+  else
+    fail("preset: expected tiny, 110m or 1b, found '", name, "'");
   return c;
 }
 
@@ -48,8 +52,9 @@ inline float random_weight(uint64_t tensor, uint64_t index) {
   return static_cast<float>(static_cast<int32_t>((z ^ z >> 31) >> 32)) * 0x1p-31f;
 }
 
-/// A SentencePiece-style vocabulary of n >= 259 + 96 ids without a text behind it: the byte tokens, the printable
-/// characters, then pieces of two and three letters. It cuts English into pieces of about two letters.
+/// A SentencePiece-style vocabulary of n >= 259 + 96 ids without a text behind it: the byte tokens, the
+/// printable characters, then pieces of two and three letters. It cuts English into pieces of about two
+/// letters.
 inline void add_preset_vocabulary(Metadata& metadata, int n) {
   std::vector<std::string> pieces = {"<unk>", "<s>", "</s>"};
   std::vector<int32_t> types = {2, 3, 3};
@@ -70,7 +75,8 @@ inline void add_preset_vocabulary(Metadata& metadata, int n) {
   for (const std::string& a : starts)
     for (char b = 'a'; b <= 'z'; ++b)
       for (char c = 'a'; c <= 'z'; ++c) add(a + b + c, 1);
-  for (int i = 0; static_cast<int>(pieces.size()) < n; ++i) add("<extra" + std::to_string(i) + ">", 5);  // unused
+  for (int i = 0; static_cast<int>(pieces.size()) < n; ++i)
+    add("<extra" + std::to_string(i) + ">", 5);  // unused
   std::vector<float> scores;
   for (size_t i = 0; i < pieces.size(); ++i) scores.push_back(-static_cast<float>(i));
   metadata.emplace_back("tokenizer.ggml.model", std::string("llama"));
@@ -82,8 +88,8 @@ inline void add_preset_vocabulary(Metadata& metadata, int n) {
   metadata.emplace_back("tokenizer.ggml.unknown_token_id", uint32_t{0});
 }
 
-/// A whole model as a GGUF in memory: write_gguf() saves it, read_model() loads it. Matrices are of `type`, their
-/// numbers uniform with variance 1 / inputs, so that activations keep their size.
+/// A whole model as a GGUF in memory: write_gguf() saves it, read_model() loads it. Matrices are of `type`,
+/// their numbers uniform with variance 1 / inputs, so that activations keep their size.
 inline Gguf make_preset(const std::string& name, DType type) {
   const Config c = preset_config(name);
   Gguf file;
@@ -107,7 +113,8 @@ inline Gguf make_preset(const std::string& name, DType type) {
   const auto add = [&](const std::string& tensor, int rows, int inputs) {
     const DType stored = rows == 1 ? DType::f32 : type;
     const uint64_t r = static_cast<uint64_t>(rows), k = static_cast<uint64_t>(inputs);
-    Tensor t = make_tensor(tensor + ".weight", stored, rows == 1 ? std::vector{k} : std::vector{k, r}, nullptr);
+    Tensor t =
+        make_tensor(tensor + ".weight", stored, rows == 1 ? std::vector{k} : std::vector{k, r}, nullptr);
     memory->push_back(allocate(static_cast<size_t>(t.bytes)));
     std::byte* out = memory->back().get();
     t.data = out;
@@ -116,8 +123,8 @@ inline Gguf make_preset(const std::string& name, DType type) {
     for (int row = 0; row < rows; ++row) {
       std::vector<float> x(static_cast<size_t>(inputs), 1.0f);  // norms are all ones
       for (int i = 0; i < inputs && rows > 1; ++i)
-        x[static_cast<size_t>(i)] =
-            size * random_weight(file.tensors.size(), static_cast<uint64_t>(row) * k + static_cast<uint64_t>(i));
+        x[static_cast<size_t>(i)] = size * random_weight(file.tensors.size(), static_cast<uint64_t>(row) * k +
+                                                                                  static_cast<uint64_t>(i));
       quantize(stored, x.data(), x.size(), out + static_cast<size_t>(row) * static_cast<size_t>(t.bytes / r));
     }
     file.tensors.push_back(std::move(t));

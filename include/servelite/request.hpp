@@ -40,14 +40,10 @@ enum class Finish { none, eos, length, refused };
 
 inline const char* name_of(Finish f) {
   switch (f) {
-    case Finish::none:
-      return "none";
-    case Finish::eos:
-      return "eos";
-    case Finish::length:
-      return "length";
-    case Finish::refused:
-      return "refused";
+    case Finish::none: return "none";
+    case Finish::eos: return "eos";
+    case Finish::length: return "length";
+    case Finish::refused: return "refused";
   }
   return "?";
 }

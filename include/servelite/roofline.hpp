@@ -57,8 +57,8 @@ inline std::string power_of_ten(int exponent) {
 
 }  // namespace plot_detail
 
-/// Draws both axes in powers of ten around the points, the roof, and each point with its label. Labels that would
-/// lie on each other are moved apart.
+/// Draws both axes in powers of ten around the points, the roof, and each point with its label. Labels that
+/// would lie on each other are moved apart.
 inline Canvas draw_roofline(const Roofline& r) {
   using namespace plot_detail;
   constexpr int width = 1200, height = 800, left = 130, right = 1160, top = 110, bottom = 700;
@@ -69,8 +69,10 @@ inline Canvas draw_roofline(const Roofline& r) {
     low_x = std::min(low_x, p.intensity), high_x = std::max(high_x, p.intensity);
     low_y = std::min(low_y, p.gflops);
   }
-  const int x0 = static_cast<int>(std::floor(std::log10(low_x * 0.8))), x1 = static_cast<int>(std::ceil(std::log10(high_x * 1.2)));
-  const int y0 = static_cast<int>(std::floor(std::log10(low_y * 0.9))), y1 = static_cast<int>(std::ceil(std::log10(r.peak_gflops * 1.2)));
+  const int x0 = static_cast<int>(std::floor(std::log10(low_x * 0.8))),
+            x1 = static_cast<int>(std::ceil(std::log10(high_x * 1.2)));
+  const int y0 = static_cast<int>(std::floor(std::log10(low_y * 0.9))),
+            y1 = static_cast<int>(std::ceil(std::log10(r.peak_gflops * 1.2)));
   const auto at_x = [&](double v) { return left + (std::log10(v) - x0) / (x1 - x0) * (right - left); };
   const auto at_y = [&](double v) { return bottom - (std::log10(v) - y0) / (y1 - y0) * (bottom - top); };
 
@@ -88,13 +90,15 @@ inline Canvas draw_roofline(const Roofline& r) {
     const std::string text = power_of_ten(e);
     draw_text(c, left - 12 - text_width(text, 2), y - 7, text, 2);
   }
-  draw_text(c, (left + right) / 2 - text_width("operations per byte read", 2) / 2, bottom + 48, "operations per byte read", 2);
+  draw_text(c, (left + right) / 2 - text_width("operations per byte read", 2) / 2, bottom + 48,
+            "operations per byte read", 2);
   draw_text(c, 20, top - 28, "GFLOP/s", 2);
 
   const double from = std::max(std::pow(10.0, x0), std::pow(10.0, y0) / r.read_gbs);
   line(c, at_x(from), at_y(from * r.read_gbs), at_x(ridge), at_y(r.peak_gflops), 3, kInk);
   line(c, at_x(ridge), at_y(r.peak_gflops), right, at_y(r.peak_gflops), 3, kInk);
-  draw_text(c, right - text_width(r.peak_name, 2), static_cast<int>(at_y(r.peak_gflops)) - 24, r.peak_name, 2);
+  draw_text(c, right - text_width(r.peak_name, 2), static_cast<int>(at_y(r.peak_gflops)) - 24, r.peak_name,
+            2);
   draw_text(c, left + 14, top + 14, "slope: " + r.read_name, 2);
 
   std::vector<RooflinePoint> points = r.points;

@@ -79,8 +79,8 @@ inline std::vector<Candidate> candidates(std::span<const float> logits, const Sa
   }
   double reached = 0;
   size_t n = 0;
-  while (n < kept.size() && (n == 0 || (reached < p.top_p * total &&
-                                        kept[n].probability >= p.min_p * kept[0].probability)))
+  while (n < kept.size() &&
+         (n == 0 || (reached < p.top_p * total && kept[n].probability >= p.min_p * kept[0].probability)))
     reached += kept[n++].probability;
   kept.resize(n);
   for (Candidate& c : kept) c.probability /= reached;

@@ -46,7 +46,8 @@ inline reg sub(reg a, reg b) { return _mm512_sub_ps(a, b); }
 inline reg mul(reg a, reg b) { return _mm512_mul_ps(a, b); }
 inline reg div(reg a, reg b) { return _mm512_div_ps(a, b); }
 inline reg fma(reg a, reg b, reg c) { return _mm512_fmadd_ps(a, b, c); }
-// max is a > b ? a : b on every machine, so that it agrees on NaN and -0. The masked forms: g++ 12 warns about the plain.
+// max is a > b ? a : b on every machine, so that it agrees on NaN and -0. The masked forms: g++ 12 warns
+// about the plain.
 inline reg max(reg a, reg b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
 inline reg min(reg a, reg b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
 inline void keep(reg& a) { asm("" : "+v"(a)); }
@@ -69,7 +70,9 @@ inline reg max(reg a, reg b) { return _mm256_max_ps(a, b); }
 inline reg min(reg a, reg b) { return _mm256_min_ps(a, b); }
 inline void keep(reg& a) { asm("" : "+x"(a)); }
   #ifdef __F16C__
-inline reg widen(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline reg widen(const Half* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
   #else
 inline reg widen(const Half* p) {
   float x[8];
@@ -116,7 +119,9 @@ inline constexpr int kRegs = 16 / kCount;
 using ints = int32_t __attribute__((vector_size(4 * kCount)));
 using shorts = uint16_t __attribute__((vector_size(2 * kCount)));
 
-inline reg shift_to_exponent(reg t) { return std::bit_cast<reg>((std::bit_cast<ints>(t) << 23) + (127 << 23)); }
+inline reg shift_to_exponent(reg t) {
+  return std::bit_cast<reg>((std::bit_cast<ints>(t) << 23) + (127 << 23));
+}
 inline reg widen(const Bf16* p) {
   shorts upper;
   std::memcpy(&upper, p, sizeof upper);
@@ -130,8 +135,8 @@ inline reg to_float(ints a) {
 /// acc + w . x per lane: each lane of w holds four bytes 0..255, x the same four numbers -128..127 for all.
 inline ints dot4(ints acc, ints w, ints x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(SERVELITE_PLAIN)
-  return std::bit_cast<ints>(_mm512_dpbusd_epi32(std::bit_cast<__m512i>(acc), std::bit_cast<__m512i>(w),
-                                                 std::bit_cast<__m512i>(x)));
+  return std::bit_cast<ints>(
+      _mm512_dpbusd_epi32(std::bit_cast<__m512i>(acc), std::bit_cast<__m512i>(w), std::bit_cast<__m512i>(x)));
 #elif defined(__AVX512BW__) && !defined(SERVELITE_PLAIN)
   const auto w16 = std::bit_cast<__m512i>(w), x16 = std::bit_cast<__m512i>(x);  // pairs (0, 2) and (1, 3)
   const auto even = _mm512_madd_epi16(_mm512_and_si512(w16, _mm512_set1_epi16(255)),
@@ -171,10 +176,10 @@ inline f32x16 splat(float x) {
   SERVELITE_EACH_REG y.part[i] = lanes::splat(x);
   return y;
 }
-#define SERVELITE_BINARY(name)                                                 \
-  inline f32x16 name(f32x16 a, f32x16 b) {                                     \
-    SERVELITE_EACH_REG a.part[i] = lanes::name(a.part[i], b.part[i]);          \
-    return a;                                                                  \
+#define SERVELITE_BINARY(name)                                        \
+  inline f32x16 name(f32x16 a, f32x16 b) {                            \
+    SERVELITE_EACH_REG a.part[i] = lanes::name(a.part[i], b.part[i]); \
+    return a;                                                         \
   }
 SERVELITE_BINARY(add)
 SERVELITE_BINARY(sub)
@@ -263,7 +268,8 @@ inline f32x16 exp(f32x16 x) {
   f32x16 r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   f32x16 p = splat(1.0f / 5040);
-  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    p = fma(p, r, splat(c));
   f32x16 scale;
   SERVELITE_EACH_REG scale.part[i] = lanes::shift_to_exponent(t.part[i]);
   return mul(p, scale);  // exact: the scale is a power of two

@@ -42,8 +42,8 @@ class StaticBatcher final : public Batcher {
     const int per_seat = pool.blocks_for(limits.context);
     const int seats = std::min(options.seats, pool.size() / per_seat);
     if (seats < 1)
-      fail("static batcher: expected KV memory for at least one full context of ", limits.context, " tokens, found ",
-           pool.size() * pool.block_size(), " tokens");
+      fail("static batcher: expected KV memory for at least one full context of ", limits.context,
+           " tokens, found ", pool.size() * pool.block_size(), " tokens");
     for (int s = 0; s < seats; ++s) {
       slabs_.emplace_back();
       for (int b = 0; b < per_seat; ++b) slabs_.back().push_back(pool.allocate());
@@ -74,7 +74,8 @@ class StaticBatcher final : public Batcher {
     bool all_done = true;
     for (size_t i = 0; i < bus_.size(); ++i) {
       Sequence& s = *bus_[i];
-      s.computed = step.spans[i].first_position + static_cast<int>(step.spans[i].tokens.size()) - step.spans[i].padding;
+      s.computed = step.spans[i].first_position + static_cast<int>(step.spans[i].tokens.size()) -
+                   step.spans[i].padding;
       if (step.spans[i].logits_of >= 0) accept_token(s, tokens[next++], limits_.eos);
       if (s.finish == Finish::none) all_done = false;
       if (s.finish != Finish::none && options_.stream) s.left = true;

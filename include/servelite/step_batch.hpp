@@ -32,8 +32,8 @@ struct Span {
   int logits_of = -1;            ///< index into tokens of the row whose logits are wanted; -1: none
 
   // What the rows are worth, as only the batcher knows (metrics.hpp counts them).
-  int padding = 0;     ///< rows at the end that only fill the batch up to its longest prompt
-  bool dead = false;   ///< the seat's request has finished; the whole span is wasted
+  int padding = 0;    ///< rows at the end that only fill the batch up to its longest prompt
+  bool dead = false;  ///< the seat's request has finished; the whole span is wasted
 };
 
 /// Before attending in each layer: the first `tokens` slots of block `from` are copied into block `to`

@@ -136,14 +136,11 @@ class Tokenizer {
   std::string piece(int id) const {
     switch (v_.types[static_cast<size_t>(id)]) {
       case TokenType::control:
-      case TokenType::unknown:
-        return "";
-      case TokenType::byte:
-        return std::string(1, static_cast<char>(byte_of(id)));
+      case TokenType::unknown: return "";
+      case TokenType::byte: return std::string(1, static_cast<char>(byte_of(id)));
       case TokenType::user_defined:
         return text(id);  // matched in the text as it is spelled, blank signs and all
-      default:
-        break;
+      default: break;
     }
     std::string out = text(id);
     for (size_t at; (at = out.find(kBlank)) != std::string::npos;) out.replace(at, kBlank.size(), " ");

@@ -79,8 +79,7 @@ class Transformer final : public Executor {
   void run(const StepBatch& step, std::vector<float>& logits) override {
     lay_out(step);
     logits.resize(wanted_.size() * static_cast<size_t>(model_.config.vocabulary));
-    SERVELITE_OMP(omp parallel num_threads(threads_))
-    {
+    SERVELITE_OMP(omp parallel num_threads(threads_)) {
 #ifdef _OPENMP
       forward(step, logits.data(), omp_get_thread_num(), omp_get_num_threads());
 #else
@@ -124,7 +123,8 @@ class Transformer final : public Executor {
     };
     make(x_, c.width), make(norm_, c.width), make(out_, c.width);
     make(qkv_, c.qkv_width()), make(heads_, c.heads * c.head_width), make(ff_, 2 * c.feed_forward);
-    if (model_.has_q8()) q8_.make_room(static_cast<int>(t), std::max({c.width, c.heads * c.head_width, c.feed_forward}));
+    if (model_.has_q8())
+      q8_.make_room(static_cast<int>(t), std::max({c.width, c.heads * c.head_width, c.feed_forward}));
   }
 
   /// This thread's share of the whole pass. logits: [wanted x V].
@@ -152,7 +152,8 @@ class Transformer final : public Executor {
       barrier_.wait(threads);
       if (!step.copies.empty()) {
         if (thread == 0)
-          for (const BlockCopy& b : step.copies) copy_kv(block(kv, b.to), block(kv, b.from), b.tokens, kv_shape_);
+          for (const BlockCopy& b : step.copies)
+            copy_kv(block(kv, b.to), block(kv, b.from), b.tokens, kv_shape_);
         barrier_.wait(threads);
       }
       for (int unit = thread; unit < static_cast<int>(tiles_.size()) * c.kv_heads; unit += threads)
@@ -187,7 +188,8 @@ class Transformer final : public Executor {
     barrier_.wait(threads);
     const int wanted = static_cast<int>(wanted_.size());
     for (int i = thread; i < wanted; i += threads) {
-      rmsnorm(norm + i * D, x + wanted_[static_cast<size_t>(i)] * D, model_.output_norm.data(), D, c.norm_eps);
+      rmsnorm(norm + i * D, x + wanted_[static_cast<size_t>(i)] * D, model_.output_norm.data(), D,
+              c.norm_eps);
       ready(model_.output(), i, norm + i * D);
     }
     barrier_.wait(threads);
@@ -200,7 +202,8 @@ class Transformer final : public Executor {
   }
 
   /// y[rows x outputs] = x[rows x inputs] W^T; for a Q8_0 matrix x is what ready() was given.
-  void multiply(const Matrix& w, float* y, const float* x, int x_stride, int rows, int thread, int threads) const {
+  void multiply(const Matrix& w, float* y, const float* x, int x_stride, int rows, int thread,
+                int threads) const {
     const int n = w.outputs, k = w.inputs;
     if (w.type == DType::f32) matmul(y, n, x, x_stride, rows, w.as<float>(), k, n, thread, threads);
     if (w.type == DType::f16) matmul(y, n, x, x_stride, rows, w.as<Half>(), k, n, thread, threads);
@@ -224,16 +227,19 @@ class Transformer final : public Executor {
   }
 
   /// Attention of a tile's rows for the query heads that share KV head g.
-  void attend(const Tile& tile, int g, const float* qkv, float* heads, const float* kv, Scratch& scratch) const {
+  void attend(const Tile& tile, int g, const float* qkv, float* heads, const float* kv,
+              Scratch& scratch) const {
     const Config& c = model_.config;
     const int together = c.heads / c.kv_heads, E = c.head_width;
     const Span& span = *rows_[static_cast<size_t>(tile.first_row)].span;
     int count = 0;
     for (int t = tile.first_row; t < tile.first_row + tile.rows; ++t)
       for (int h = g * together; h < (g + 1) * together; ++h)
-        scratch.queries[static_cast<size_t>(count++)] = {qkv + t * c.qkv_width() + h * E, heads + (t * c.heads + h) * E,
+        scratch.queries[static_cast<size_t>(count++)] = {qkv + t * c.qkv_width() + h * E,
+                                                         heads + (t * c.heads + h) * E,
                                                          rows_[static_cast<size_t>(t)].position + 1};
-    paged_attention(scratch.queries.data(), count, g, kv, span.block_table.data(), kv_shape_, scratch.scores.data());
+    paged_attention(scratch.queries.data(), count, g, kv, span.block_table.data(), kv_shape_,
+                    scratch.scores.data());
   }
 
   const Model& model_;
