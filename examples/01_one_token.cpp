@@ -24,20 +24,21 @@ void show(const std::string& model_path, const std::string& question) {
   const Vocabulary& vocabulary = tokenizer.vocabulary();
 
   const std::vector<int> ids = chat_prompt(tokenizer, "", question);
-  std::printf("text     %s\nids     ", question.c_str());
+  const int n = static_cast<int>(ids.size()), context = loaded.model.config.context;
+  if (n > context) fail("--question: expected at most ", context, " tokens, found ", n);
+  std::printf("text     %s\nids     ", printable(question).c_str());
   for (const int id : ids) std::printf(" %d", id);
   std::printf("\npieces  ");
   for (const int id : ids) std::printf(" %s", shown(tokenizer, id, vocabulary).c_str());
   std::printf("\n         (a question stands between markers that say whose turn it is; _ is a blank)\n");
 
   // One forward pass over all of it: one span, in as many blocks of 16 tokens as it needs.
-  BlockPool pool(64, 16);
+  BlockPool pool((n + 15) / 16, 16);
   Transformer transformer(loaded.model, pool.size(), pool.block_size());
   Span span;
   span.tokens = ids;
-  span.logits_of = static_cast<int>(ids.size()) - 1;  // what comes after the last token
-  for (int i = 0; i < pool.blocks_for(static_cast<int>(ids.size())); ++i)
-    span.block_table.push_back(pool.allocate());
+  span.logits_of = n - 1;  // what comes after the last token
+  for (int i = 0; i < pool.size(); ++i) span.block_table.push_back(pool.allocate());
   StepBatch step;
   step.spans.push_back(span);
   std::vector<float> logits;

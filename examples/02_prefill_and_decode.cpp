@@ -89,8 +89,7 @@ int main(int argc, char** argv) {
     o.add("model", "F", SERVELITE_MODEL, "GGUF file");
     o.add("threads", "N", "0", "threads of the forward pass; 0: all cores");
     o.add("max-tokens", "N", "200", "tokens to generate at most");
-    if (o.parse(argc, argv))
-      show(o.text("model"), o.integer("threads", 0, 1024), o.integer("max-tokens", 2, 100000));
+    if (o.parse(argc, argv)) show(o.text("model"), o.threads(), o.integer("max-tokens", 2, 100000));
     return 0;
   });
 }

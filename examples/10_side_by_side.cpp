@@ -6,6 +6,7 @@
 //   continuous  the shuttle: requests get on and off at every step, KV in pages, shared prefixes
 //
 // Chapter: docs/10_side_by_side.md
+#include <cmath>
 #include <cstdio>
 #include <functional>
 #include <servelite/json.hpp>
@@ -111,7 +112,7 @@ std::string text(const char* format, double value) {
   std::snprintf(buffer, sizeof buffer, format, value);
   return buffer;
 }
-std::string ms(double seconds) { return text("%.1f", seconds * 1e3); }
+std::string ms(double seconds) { return std::isnan(seconds) ? "-" : text("%.1f", seconds * 1e3); }
 std::string two(const Percentiles& p) { return ms(p.p50) + " / " + ms(p.p95); }
 std::string count(int64_t n) { return std::to_string(n); }
 
@@ -133,6 +134,7 @@ void print_table(const std::vector<RunReport>& runs) {
       {"rows wasted: padding", [](auto&, auto& s) { return count(s.rows_padding); }},
       {"  dead seats", [](auto&, auto& s) { return count(s.rows_dead); }},
       {"  recomputed prefix", [](auto&, auto& s) { return count(s.rows_recomputed); }},
+      {"preemptions", [](auto&, auto& s) { return count(s.preemptions); }},
       {"KV peak used, tokens", [](auto&, auto& s) { return count(s.kv_peak_used); }},
       {"KV peak reserved", [](auto&, auto& s) { return count(s.kv_peak_reserved); }},
       {"waiting, though KV had room", [](auto&, auto& s) { return count(s.would_fit_most) + " at most"; }},
@@ -157,11 +159,11 @@ void print_table(const std::vector<RunReport>& runs) {
 
 void print_answers(const RunReport& run, const Tokenizer& tokenizer) {
   for (const RequestRecord& r : run.requests) {
-    std::printf("\n[%d] %s\n", r.index, r.user.c_str());
+    std::printf("\n[%d] %s\n", r.index, printable(r.user).c_str());
     if (r.finish == Finish::refused)
       std::printf("    refused: %s\n", r.refusal.c_str());
     else
-      std::printf("    %s\n    (%zu tokens, finish: %s)\n", tokenizer.decode(r.output).c_str(),
+      std::printf("    %s\n    (%zu tokens, finish: %s)\n", printable(tokenizer.decode(r.output)).c_str(),
                   r.output.size(), name_of(r.finish));
   }
 }
@@ -208,7 +210,7 @@ std::string report_json(const std::string& model, const std::string& workload, b
     json.field("rows_useful", s.rows_useful)
         .field("rows_padding", s.rows_padding)
         .field("rows_dead", s.rows_dead);
-    json.field("rows_recomputed", s.rows_recomputed);
+    json.field("rows_recomputed", s.rows_recomputed).field("preemptions", s.preemptions);
     json.field("kv_peak_used_tokens", s.kv_peak_used).field("kv_reserved_tokens", s.kv_peak_reserved);
     json.field("kv_capacity_tokens", r.kv_capacity_tokens).field("would_fit", s.would_fit_most);
     json.field("prepare_s", s.prepare_s).field("schedule_s", s.schedule_s).field("sample_s", s.sample_s);
@@ -244,12 +246,17 @@ int run(Options& o) {
   s.workload = load_workload(o.text("workload"));
   s.seats = o.integer("seats", 1, 4096);
   s.block_size = o.integer("block", 1, 4096);
-  s.threads = o.integer("threads", 0, 1024);
-  s.bus.patience = o.real("patience-ms", 0, 1e6) / 1000;
+  s.threads = o.threads();
+  s.bus.patience = o.real("patience-ms", 0, 60000) / 1000;
   s.bus.stream = o.flag("stream");
   const double bytes = o.real("kv-mb", 0.001, 1e6) * (1 << 20);
-  s.blocks = static_cast<int>(bytes / static_cast<double>(c.kv_bytes_per_token() * s.block_size));
-  if (s.blocks < 1) fail("--kv-mb: expected room for at least one block, found ", o.text("kv-mb"));
+  const double block_bytes = static_cast<double>(c.kv_bytes_per_token() * s.block_size);
+  const int needed = (c.context + s.block_size - 1) / s.block_size;  // serial and bus reserve a full context
+  if (bytes < needed * block_bytes || bytes / block_bytes * s.block_size > 1e9)
+    fail("--kv-mb: expected room for one full context of ", c.context, " tokens in blocks of ", s.block_size,
+         ", ", needed * block_bytes / (1 << 20), " MB, and for at most a billion, found ", o.text("kv-mb"));
+  s.blocks = static_cast<int>(bytes / block_bytes);
+  o.check_outputs({"json", "trace", "png"});
 
   Transformer executor(loaded.model, s.blocks, s.block_size, s.threads);
   const int repeats = o.integer("repeats", 1, 1000);
@@ -263,10 +270,11 @@ int run(Options& o) {
   print_table(runs);
   const double serial = summarize(runs[0]).makespan, fixed = summarize(runs[1]).makespan,
                ours = summarize(runs[2]).makespan;
-  std::printf(
-      "\nmakespan: static is %.2f x as fast as serial, continuous %.2f x as fast as static and %.2f x as "
-      "fast as serial\n",
-      serial / fixed, fixed / ours, serial / ours);
+  if (serial > 0)
+    std::printf(
+        "\nmakespan: static is %.2f x as fast as serial, continuous %.2f x as fast as static and %.2f x as "
+        "fast as serial\n",
+        serial / fixed, fixed / ours, serial / ours);
   print_answers(runs[2], loaded.tokenizer);
 
   std::vector<RunReport> ladder =
@@ -283,7 +291,9 @@ int run(Options& o) {
   for (const RunReport& r : ladder) others.push_back(&r);
   for (const RunReport* r : others)
     if (difference.empty()) difference = first_difference(runs[0], *r);
-  if (difference.empty())
+  if (summarize(runs[0]).output_tokens == 0)
+    std::printf("\nEvery request was refused: nothing was served, there is nothing to compare.\n");
+  else if (difference.empty())
     std::printf("\nAll %zu ways gave the same tokens from the same logits, bit for bit.\n", others.size());
   else
     std::printf("\nTHE ANSWERS DIFFER. First difference: %s\n", difference.c_str());

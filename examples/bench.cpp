@@ -432,7 +432,7 @@ int run(Options& o) {
   const std::string preset = o.text("preset"), path = o.text("model");
   const bool from_file = !path.empty();
   const double budget = o.real("seconds", 0.001, 600);
-  const int threads = o.integer("threads", 0, 1024) > 0 ? o.integer("threads", 0, 1024) : default_threads();
+  const int threads = o.threads() > 0 ? o.threads() : default_threads();
   std::string type = o.text("type");
 
   progress("loading");

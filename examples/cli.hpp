@@ -6,10 +6,13 @@
 //   int seats = o.integer("seats", 1, 1024);    // Error: --seats: expected ..., found '12x'
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <locale>
 #include <servelite/error.hpp>
+#include <servelite/files.hpp>
+#include <servelite/machine.hpp>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -63,6 +66,20 @@ class Options {
     return number<double>(name, low, high, "a number");
   }
 
+  /// --threads: 0 is all cores; many more than there are cores would only wait for each other.
+  int threads() { return integer("threads", 0, std::max(16, 4 * default_threads())); }
+  /// Says before the work, not after it, if an output cannot be written or two would be the same file.
+  void check_outputs(const std::vector<std::string>& names) {
+    std::vector<std::string> paths;
+    for (const std::string& name : names) {
+      if (text(name).empty()) continue;
+      if (std::find(paths.begin(), paths.end(), text(name)) != paths.end())
+        fail("--", name, ": expected a file of its own, found ", text(name), " a second time");
+      paths.push_back(text(name));
+      check_writable(text(name));
+    }
+  }
+
  private:
   struct Option {
     std::string name, placeholder, value, help;
@@ -104,11 +121,20 @@ class Options {
   std::vector<Option> options_;
 };
 
+/// Text from a user or a model for the terminal: control characters, which could steer it, become '?'.
+inline std::string printable(std::string text) {
+  for (char& c : text)
+    if ((static_cast<unsigned char>(c) < ' ' && c != '\n' && c != '\t') || c == '\x7f') c = '?';
+  return text;
+}
+
 /// Runs f(); an Error becomes one line on stderr and exit status 2.
 template <class F>
 int run_main(const char* program, F&& f) {
   try {
-    return f();
+    const int status = f();
+    if (std::fflush(stdout) != 0 || std::ferror(stdout)) fail("cannot write to standard output");
+    return status;
   } catch (const std::exception& e) {
     std::fprintf(stderr, "%s: %s\n", program, e.what());
     return 2;

@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
 
     const LoadedModel loaded = load_model(o.text("model"));
     const int block_size = 16, blocks = 32 * ((loaded.model.config.context + block_size - 1) / block_size);
-    Transformer executor(loaded.model, blocks, block_size, o.integer("threads", 0, 1024));
+    Transformer executor(loaded.model, blocks, block_size, o.threads());
     Json json;
     json.begin_object().field("model", o.text("model")).key("families").begin_array();
     std::printf("%-12s %8s %8s   exact match\n", "family", "closed", "prompts");

@@ -49,7 +49,7 @@ int make(Options& o) {
   train::Recipe recipe;
   recipe.seed = static_cast<uint64_t>(o.integer("seed", 0, 1 << 30));
   if (o.given("steps")) recipe.steps = o.integer("steps", 1, 10000000);
-  const int threads = o.integer("threads", 0, 1024);
+  const int threads = o.threads();
   train::Run run(recipe, threads > 0 ? threads : default_threads());
   const std::string checkpoint = o.text("checkpoint");
   if (!checkpoint.empty() && std::filesystem::exists(checkpoint)) run.load(checkpoint);

@@ -80,7 +80,7 @@ TEST_CASE("workload: every bad line is named by its number") {
        {"", "x", "-1", "nan", "inf", "1 2", "1s", "1e10", "1e999", "0x10", "1,5"}) {
     CAPTURE(number);
     CHECK(has(second(number + " | | hi | 1"),
-              "arrival: expected a number from 0 to 1e+09, found '" + number + "'"));
+              "arrival: expected a number from 0 to 86400, found '" + number + "'"));
   }
   for (const std::string number : {"", "x", "0", "-1", "1.5", "1048577", "99999999999", "1e3"}) {
     CAPTURE(number);
@@ -114,4 +114,14 @@ TEST_CASE("workload: the six-request scene is one system prompt, six questions, 
     CHECK(six[i].max_tokens >= 200);
     for (size_t j = 0; j < i; ++j) CHECK(six[i].user != six[j].user);
   }
+}
+
+TEST_CASE("workload: a byte order mark, an @ that is text, a directory") {
+  std::istringstream in("\xEF\xBB\xBF@pip = \\@pip speaks.\n0 | \\@pip | \\@home | 4\n0 | @pip | hi | 4\n");
+  const std::vector<Request> r = read_workload(in, "w");
+  REQUIRE(r.size() == 2);
+  CHECK(r[0].system == "@pip");
+  CHECK(r[0].user == "@home");
+  CHECK(r[1].system == "@pip speaks.");
+  CHECK_THROWS_WITH_AS(load_workload("."), "workload: expected a file, . is a directory", Error);
 }

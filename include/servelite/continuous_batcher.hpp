@@ -151,7 +151,7 @@ class ContinuousBatcher final : public Batcher {
   void preempt_youngest() {
     Sequence& s = *running_.back();
     leave(s);
-    s.computed = 0;
+    s.computed = 0, ++s.preemptions;
     waiting_.push_front(&s);
   }
 

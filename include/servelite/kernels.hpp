@@ -63,7 +63,8 @@ inline void pack_panels(float* packed, const float* w, int n_out, int n_in) {
 //   acc)
 // R rows times Q panels are kept in registers: R * Q * 2 chains run side by side and hide the latency
 // of each. R and Q are chosen by the number of registers, and change no bit.
-// Prefetching kAhead steps ahead keeps memory busy while the tile computes: measured, a batch of 32 gains 40 %.
+// Prefetching kAhead steps ahead keeps memory busy while the tile computes: measured, a batch of 32 gains 40
+// %.
 inline constexpr int kAhead = 128;
 
 template <int R, int Q, class Weight>

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <set>
 #include <string>
 #include <utility>
@@ -51,7 +52,7 @@ struct RequestRecord {
   std::vector<double> out_at;         ///< when each token could leave
   std::vector<uint64_t> logits_hash;  ///< FNV-1a of the logits each token was sampled from
   std::vector<int> prompt, output;    ///< ids; output with the end-of-turn token, where there is one
-  int shared_tokens = 0;
+  int shared_tokens = 0, preemptions = 0;
   std::string user, text, refusal;  ///< question and answer
   Finish finish = Finish::none;
 };
@@ -66,13 +67,13 @@ struct RunReport {
 
 // ---- summary ----------------------------------------------------------------------------------------
 
-struct Percentiles {
+struct Percentiles {  // NaN where nothing was measured
   double p50 = 0, p95 = 0, p99 = 0, mean = 0;
 };
 
-/// Nearest rank: the smallest value that at least q of all values do not exceed.
+/// Nearest rank: the smallest value that at least q of all values do not exceed. Of no values: NaN.
 inline double percentile(std::vector<double> values, double q) {
-  if (values.empty()) return 0;
+  if (values.empty()) return std::numeric_limits<double>::quiet_NaN();
   std::sort(values.begin(), values.end());
   const double rank = std::ceil(q * static_cast<double>(values.size()));
   return values[static_cast<size_t>(std::clamp(rank, 1.0, static_cast<double>(values.size()))) - 1];
@@ -81,16 +82,17 @@ inline Percentiles percentiles(const std::vector<double>& values) {
   double total = 0;
   for (const double v : values) total += v;
   return {percentile(values, 0.50), percentile(values, 0.95), percentile(values, 0.99),
-          values.empty() ? 0 : total / static_cast<double>(values.size())};
+          total / static_cast<double>(values.size())};
 }
 
 struct Summary {
   double makespan = 0, output_tok_s = 0, requests_s = 0;
   Percentiles ttft, itl, tpot, e2e, queue;
-  int requests = 0, refused = 0;
+  int requests = 0, refused = 0, preemptions = 0;
   int64_t output_tokens = 0, prompt_tokens = 0;
-  int64_t prefill_computed =
-      0;  ///< rows of prefill spans, padding not counted; re-admission after preemption included
+  /// Rows of prefill spans, padding not counted. A preempted request's re-admission is included: its prompt
+  /// and what it had sampled, but for what the prefix cache still held.
+  int64_t prefill_computed = 0;
   int64_t prefill_unique = 0;  ///< distinct prompt prefixes: what had to be computed at least once
   int64_t rows_useful = 0, rows_padding = 0, rows_dead = 0, rows_recomputed = 0;
   int kv_peak_used = 0, kv_peak_reserved = 0, would_fit_most = 0;
@@ -121,6 +123,7 @@ inline Summary summarize(const RunReport& run) {
     ++s.requests;
     s.prepare_s += r.prepare;
     if (r.finish == Finish::refused) ++s.refused;
+    s.preemptions += r.preemptions;
     first = std::min(first, r.arrival);
     if (r.out_at.empty()) continue;
     prompts.push_back(r.prompt);

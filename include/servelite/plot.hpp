@@ -33,6 +33,7 @@ namespace plot_detail {
 
 /// Seconds as milliseconds, with as many digits as matter.
 inline std::string milliseconds(double seconds) {
+  if (std::isnan(seconds)) return "-";
   const double ms = seconds * 1e3;
   return decimal(ms, ms < 9.995 ? 2 : ms < 99.95 ? 1 : 0) + " ms";
 }
@@ -239,8 +240,10 @@ inline void draw_row_names(Canvas& c, const RunReport& run, const TimelineLayout
     draw_text(c, l.left - 10 - text_width(text, 2), y, text, 2, kGrey);
   };
   const int every = std::max(1, 18 / l.row_height + (18 % l.row_height != 0));  // letters need 18 pixels
-  for (int seat = 0; seat < s.rows; seat += every)
-    name(l.row_y(strip, seat) + std::max(0, (l.row_height - 18) / 2), "seat " + std::to_string(seat));
+  for (int seat = 0; seat < s.rows; seat += every) {
+    const int y = l.row_y(strip, seat) + std::max(0, (l.row_height - 18) / 2);
+    if (y + 18 <= s.kv_top - 4) name(y, "seat " + std::to_string(seat));  // else it would meet the KV's name
+  }
   name(s.kv_top - 4, std::to_string(run.kv_capacity_tokens));
   name(s.kv_top + 17, "KV"), name(s.kv_top + 35, "tokens");
   name(s.bottom - 14, "0");

@@ -61,6 +61,7 @@ struct Sequence {
   int computed_before = 0;  ///< the most positions it ever had computed: above `computed` after a preemption
   Finish finish = Finish::none;
   std::string refusal;  ///< for Finish::refused: why
+  int preemptions = 0;  ///< how often its blocks were taken from it
   bool left = false;    ///< the answer may leave: at once when finished, or with the bus
 
   int known() const { return static_cast<int>(tokens.size()); }
@@ -115,7 +116,7 @@ inline bool refuse_impossible(Sequence& s, int context, int kv_tokens, int vocab
     why << "max_tokens: expected at least 1, found " << s.request.max_tokens;
   else if (most > context)
     why << "needs " << most << " positions (" << s.prompt_tokens << " of prompt, " << s.request.max_tokens
-        << " of answer), the context holds " << context;
+        << " of answer, the last of which takes none), the context holds " << context;
   else if (most > kv_tokens)
     why << "needs KV for " << most << " tokens, the whole KV memory holds " << kv_tokens;
   else if (stray != s.tokens.end())

@@ -225,7 +225,8 @@ inline RunReport serve(const std::string& name, Batcher& batcher, Executor& exec
     RequestRecord& r = report.requests[static_cast<size_t>(s->index)];
     r.prompt = s->request.prompt, r.user = s->request.user;
     r.output.assign(s->tokens.begin() + s->prompt_tokens, s->tokens.end());
-    r.shared_tokens = s->shared_tokens, r.finish = s->finish, r.refusal = s->refusal;
+    r.shared_tokens = s->shared_tokens, r.preemptions = s->preemptions;
+    r.finish = s->finish, r.refusal = s->refusal;
     if (options.tokenizer) r.text = options.tokenizer->decode(r.output);
   }
   return report;

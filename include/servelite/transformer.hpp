@@ -18,6 +18,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <thread>
 
 #include "kernels.hpp"
@@ -60,7 +61,13 @@ class Transformer final : public Executor {
         threads_(threads > 0 ? threads : default_threads()) {
     if (blocks < 1 || block_size < 1)
       fail("KV memory: expected at least one block of one token, found ", blocks, " blocks of ", block_size);
-    kv_.resize(layer_stride_ * static_cast<size_t>(model.config.layers));
+    const size_t floats = layer_stride_ * static_cast<size_t>(model.config.layers);
+    try {
+      kv_.resize(floats);
+    } catch (const std::exception&) {  // bad_alloc, length_error
+      fail("KV memory: expected room for ", blocks, " blocks of ", block_size,
+           " tokens, found less than the ", floats * sizeof(float) >> 20, " MB that takes");
+    }
 #ifndef _OPENMP
     threads_ = 1;
 #endif

@@ -8,11 +8,12 @@
 //   0.005 | Be brief. | Count from 2 to 9.   | 64               a system prompt may stand in place
 //   0.010 | | What is 2 plus 3?             | 16               or be left out
 //
-// Within a field, \n is a line break, \| a bar and \\ a backslash; blanks around a field do not count.
+// Within a field, \n is a line break, \| a bar, \@ an @ and \\ a backslash; blanks around it do not count.
 //
 // Chapter: docs/10_side_by_side.md
 #pragma once
 
+#include <filesystem>
 #include <fstream>
 #include <locale>
 #include <map>
@@ -57,23 +58,35 @@ inline std::string trim(std::string_view s) {
   return first == std::string_view::npos ? "" : std::string(s.substr(first, last - first + 1));
 }
 
-/// Cuts a line at its bars and resolves the backslashes.
-inline std::vector<std::string> fields_of(std::string_view line, const std::string& where) {
+/// Cuts a line at its bars; a backslash and what follows it stay as they are.
+inline std::vector<std::string> fields_of(std::string_view line) {
   std::vector<std::string> fields(1);
   for (size_t i = 0; i < line.size(); ++i) {
     if (line[i] == '|') {
       fields.emplace_back();
-    } else if (line[i] != '\\') {
-      fields.back() += line[i];
-    } else {
-      const std::string_view next = line.substr(++i, 1);  // empty at the line's end
-      if (next != "n" && next != "|" && next != "\\")
-        fail(where, ": expected n, | or \\ after a backslash, found '", next, "'");
-      fields.back() += next == "n" ? "\n" : next;
+      continue;
     }
+    fields.back() += line[i];
+    if (line[i] == '\\' && i + 1 < line.size()) fields.back() += line[++i];
   }
   for (std::string& field : fields) field = trim(field);
   return fields;
+}
+
+/// Resolves a field's backslashes.
+inline std::string plain(std::string_view field, const std::string& where) {
+  std::string text;
+  for (size_t i = 0; i < field.size(); ++i) {
+    if (field[i] != '\\') {
+      text += field[i];
+      continue;
+    }
+    const std::string_view next = field.substr(++i, 1);  // empty at the end
+    if (next != "n" && next != "|" && next != "@" && next != "\\")
+      fail(where, ": expected n, |, @ or \\ after a backslash, found '", next, "'");
+    text += next == "n" ? "\n" : next;
+  }
+  return text;
 }
 
 template <class Number>
@@ -97,28 +110,30 @@ inline std::vector<Request> read_workload(std::istream& in, const std::string& n
   std::map<std::string, std::string> systems;
   std::string line;
   for (int number = 1; std::getline(in, line); ++number) {
+    if (number == 1 && line.rfind("\xEF\xBB\xBF", 0) == 0) line.erase(0, 3);  // some editors' UTF-8 mark
     const std::string where = name + ":" + std::to_string(number), text = trim(line);
     if (text.empty() || text[0] == '#') continue;
     const size_t equals = text.find('=');
     if (text[0] == '@' && equals < text.find('|')) {
       const std::string key = trim(text.substr(0, equals));
-      const std::vector<std::string> f = fields_of(std::string_view(text).substr(equals + 1), where);
+      const std::vector<std::string> f = fields_of(std::string_view(text).substr(equals + 1));
       if (f.size() != 1)
         fail(where, ": system prompt ", key, ": expected one text, found ", f.size(), " fields");
-      if (!systems.emplace(key, f[0]).second) fail(where, ": system prompt ", key, " is already defined");
+      if (!systems.emplace(key, plain(f[0], where)).second)
+        fail(where, ": system prompt ", key, " is already defined");
       continue;
     }
-    const std::vector<std::string> f = fields_of(text, where);
+    const std::vector<std::string> f = fields_of(text);
     if (f.size() != 4)
       fail(where, ": expected 4 fields 'arrival | system | user | max tokens', found ", f.size());
     Request r;
-    r.arrival = number_of<double>(f[0], 0.0, 1e9, "arrival", where);
-    r.system = f[1], r.user = f[2];
-    r.max_tokens = number_of<int>(f[3], 1, 1 << 20, "max tokens", where);
+    r.arrival = number_of<double>(f[0], 0.0, 86400.0, "arrival", where);
+    r.system = plain(f[1], where), r.user = plain(f[2], where);
+    r.max_tokens = number_of<int>(plain(f[3], where), 1, 1 << 20, "max tokens", where);
     if (r.user.empty()) fail(where, ": user: expected some text, found none");
-    if (r.system[0] == '@') {
-      const auto known = systems.find(r.system);
-      if (known == systems.end()) fail(where, ": system prompt ", r.system, " is not defined above");
+    if (f[1][0] == '@') {
+      const auto known = systems.find(f[1]);
+      if (known == systems.end()) fail(where, ": system prompt ", f[1], " is not defined above");
       r.system = known->second;
     }
     requests.push_back(std::move(r));
@@ -130,6 +145,9 @@ inline std::vector<Request> read_workload(std::istream& in, const std::string& n
 /// "six" or the path of a workload file.
 inline std::vector<Request> load_workload(const std::string& what) {
   if (what == "six") return six_requests();
+  std::error_code unknown;
+  if (std::filesystem::is_directory(what, unknown))
+    fail("workload: expected a file, ", what, " is a directory");
   std::ifstream in(what);
   if (!in) fail("workload: expected \"six\" or a readable file, found '", what, "'");
   return read_workload(in, what);
