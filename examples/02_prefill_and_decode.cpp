@@ -41,11 +41,14 @@ void show(const std::string& model_path, int threads, int most) {
   const std::vector<int> prompt = chat_prompt(loaded.tokenizer, request.system, request.user);
   const int eos = loaded.tokenizer.eos();
 
-  BlockPool pool((loaded.model.config.context + 15) / 16, 16);
+  const int context = loaded.model.config.context, asked = static_cast<int>(prompt.size());
+  if (asked + 2 > context)
+    fail("--model: expected a context of at least ", asked + 2, " tokens, found ", context);
+  BlockPool pool((context + 15) / 16, 16);
   Transformer transformer(loaded.model, pool.size(), pool.block_size(), threads);
   std::vector<int> table;
   for (int i = 0; i < pool.size(); ++i) table.push_back(pool.allocate());
-  most = std::min(most, loaded.model.config.context - static_cast<int>(prompt.size()));
+  most = std::min(most, context - asked);
   step_once(transformer, prompt, 0, table);  // warm up: threads, caches, page faults
 
   std::vector<int> tokens = prompt;

@@ -442,3 +442,17 @@ TEST_CASE("continuous batcher: what cannot work is said at once") {
                        doctest::Contains("one full context of 21 tokens, found 20 tokens"), Error);
   CHECK_THROWS_WITH_AS(ContinuousBatcher(pool, {20, 50, 2}, {0}), doctest::Contains("found 0"), Error);
 }
+
+TEST_CASE("continuous batcher: a next turn finds of the answer before it only what was computed") {
+  for (int length = 1; length <= 40; ++length) {
+    Request turn = request({}, 9);
+    for (int i = 0; i < length; ++i) turn.prompt.push_back(3 + (i * 7 + length) % 40);
+    const Ints answer = answer_of(turn);
+    Request next = request(joined(joined(turn.prompt, answer), {5, 6, 7}), 12, 10.0);  // long after the first
+    const Served s = serve_continuous({turn, next}, 40, 4, {});
+    CHECK(s.report.requests[0].output == answer);
+    CHECK(s.report.requests[1].output == answer_of(next));
+    const int computed = length + static_cast<int>(answer.size()) - 1;  // the last sampled token never was
+    CHECK(s.report.requests[1].shared_tokens <= computed);
+  }
+}
