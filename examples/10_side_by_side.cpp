@@ -254,7 +254,8 @@ int run(Options& o) {
   const int needed = (c.context + s.block_size - 1) / s.block_size;  // serial and bus reserve a full context
   if (bytes < needed * block_bytes || bytes / block_bytes * s.block_size > 1e9)
     fail("--kv-mb: expected room for one full context of ", c.context, " tokens in blocks of ", s.block_size,
-         ", ", needed * block_bytes / (1 << 20), " MB, and for at most a billion, found ", o.text("kv-mb"));
+         ", ", needed * block_bytes / (1 << 20), " MB, and for at most a billion, found ", o.text("kv-mb"),
+         " MB");
   s.blocks = static_cast<int>(bytes / block_bytes);
   o.check_outputs({"json", "trace", "png"});
 

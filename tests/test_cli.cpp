@@ -1,7 +1,9 @@
 // The options of the example programs: what is read, what is refused and in which words.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <climits>
+#include <filesystem>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -153,4 +155,40 @@ TEST_CASE("cli: run_main passes the status on; any exception becomes status 2") 
   CHECK(run_main("program", []() -> int { fail("this line", " belongs to the test"); }) == 2);
   CHECK(run_main("program", []() -> int { throw std::runtime_error("this line belongs to the test"); }) == 2);
   CHECK(run_main("program", []() -> int { throw std::bad_alloc(); }) == 2);
+}
+
+TEST_CASE("cli: --threads is bounded by what the machine could use") {
+  const int most = std::max(16, 4 * default_threads());
+  const auto threads = [](const std::string& value) {
+    Options o("program", "");
+    o.add("threads", "N", "0", "");
+    parse(o, {"--threads", value});
+    return o.threads();
+  };
+  CHECK(threads("0") == 0);
+  CHECK(threads(std::to_string(most)) == most);
+  CHECK_THROWS_AS(threads(std::to_string(most + 1)), Error);
+  CHECK_THROWS_AS(threads("-1"), Error);
+}
+
+TEST_CASE("cli: outputs are checked before the work") {
+  const auto complaint = [](const std::string& a, const std::string& b) {
+    Options o("program", "");
+    o.add("json", "F", "", "");
+    o.add("png", "F", "", "");
+    parse(o, {"--json=" + a, "--png=" + b});
+    return message_of([&] { o.check_outputs({"json", "png"}); });
+  };
+  CHECK(complaint("", "") == "no error");  // none asked for, and none twice
+  CHECK(complaint("test_cli.json", "test_cli.png") == "no error");
+  CHECK_FALSE(std::filesystem::exists("test_cli.json"));
+  CHECK(complaint("test_cli.json", "test_cli.json") ==
+        "--png: expected a file of its own, found test_cli.json a second time");
+  CHECK(complaint("", ".") == ".: cannot write: it is a directory");
+  CHECK(complaint("no/such/folder/x", "").rfind("no/such/folder/x: cannot write: ", 0) == 0);
+}
+
+TEST_CASE("cli: what could steer a terminal is made visible") {
+  CHECK(printable("\x1b[31mred\x07\x7f\r") == "?[31mred???");
+  CHECK(printable("two\nlines\tand \xC3\xA9") == "two\nlines\tand \xC3\xA9");
 }

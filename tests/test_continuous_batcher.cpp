@@ -17,7 +17,7 @@ using Ints = std::vector<int>;
 struct Served {
   RunReport report;
   long rows = 0;
-  int preemptions = 0;
+  int preemptions = 0;  // as seen from outside
   long long evictions = 0;
 };
 
@@ -37,6 +37,7 @@ Served serve_continuous(const std::vector<Request>& requests, int blocks, int P,
   Served served;
   served.report = serve("continuous", watched, executor, requests, {nullptr, &clock});
   served.rows = executor.rows, served.preemptions = watched.preemptions;
+  CHECK(summarize(served.report).preemptions == watched.preemptions);
   served.evictions = batcher.cache().counters().evictions;
   CHECK(pool.referenced_blocks() == 0);
   CHECK(batcher.waiting().empty());

@@ -406,7 +406,7 @@ TEST_CASE("a file is replaced whole or not at all") {
   write_gguf(path, {{"a", uint8_t{3}}}, {});
   CHECK(read_gguf(path).get_u32("a") == 3);
 
-  std::filesystem::create_directory(folder.file("taken"));  // the last step, renaming, fails
+  std::filesystem::create_directory(folder.file("taken"));
   CHECK(message([&] { write_gguf(folder.file("taken"), {}, {}); }).find("cannot write") != std::string::npos);
   CHECK(message([&] { write_gguf(folder.file("none/a.gguf"), {}, {}); }).find("cannot write") !=
         std::string::npos);

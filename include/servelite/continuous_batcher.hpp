@@ -91,8 +91,8 @@ class ContinuousBatcher final : public Batcher {
   const PrefixCache& cache() const { return cache_; }
 
   KvUse kv_use() const override {
-    std::vector<int> filled(
-        static_cast<size_t>(pool_.size()));  // tokens in each block; shared ones count once
+    // Tokens in each block; shared ones count once.
+    std::vector<int> filled(static_cast<size_t>(pool_.size()));
     KvUse use;
     for (const Sequence* s : running_)
       for (size_t i = 0; i < s->blocks.size(); ++i) {

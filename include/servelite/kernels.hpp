@@ -59,12 +59,12 @@ inline void pack_panels(float* packed, const float* w, int n_out, int n_in) {
 }
 
 // What one tile computes, in plain words:
-//   for r in rows, for o in outputs:  acc = add ? y[r][o] : 0;  for k ascending: acc = fma(x[r][k], w[o][k],
-//   acc)
+//   for r in rows, for o in outputs:  acc = add ? y[r][o] : 0
+//                                     for k ascending:  acc = fma(x[r][k], w[o][k], acc)
 // R rows times Q panels are kept in registers: R * Q * 2 chains run side by side and hide the latency
 // of each. R and Q are chosen by the number of registers, and change no bit.
-// Prefetching kAhead steps ahead keeps memory busy while the tile computes: measured, a batch of 32 gains 40
-// %.
+// Weights are prefetched kAhead steps ahead, so that memory is busy while the tile computes: 6 to 8 % more
+// tokens/s at a batch of 32 of the 110m preset; one row, which only reads, gains nothing.
 inline constexpr int kAhead = 128;
 
 template <int R, int Q, class Weight>
@@ -122,9 +122,8 @@ inline void matmul_group(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t
 }
 
 /// Shares out the matmul of `rows` rows and N outputs: calls part(first panel, panels, first row, rows) for
-/// this thread's pieces. Few rows: several panels at once, or the few chains would wait for each other. Many
-/// rows: one panel at a time stays in the cache; threads then share panels, and rows too, since panels may be
-/// few.
+/// this thread's pieces. Few rows: several panels at once, or the few chains would wait for each other.
+/// Many rows: one panel at a time stays in the cache; threads share panels, and rows too if panels are few.
 template <class Part>
 inline void each_piece(int rows, int n_out, int thread, int threads, Part&& part) {
   const int panels = panels_of(n_out), group = panels_for(rows), groups = (panels + group - 1) / group;
@@ -199,8 +198,7 @@ inline void quantize_row(Q8Rows& rows, int r, const float* x, int n_in) {
     store(size, sizes);
     const float top = *std::max_element(size, size + 16), inverse = top > 0 ? 127.0f / top : 0.0f;
     int32_t sum = 0, bits[kQ8Inputs];
-    const f32x16 magic =
-        splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, in the low bits
+    const f32x16 magic = splat(0x1.8p23f);  // adding it rounds to a whole number, in the low bits
     for (int i = 0; i < kQ8Inputs; i += 16) {
       const f32x16 t = fma(load(from + i), splat(inverse), magic);
       std::memcpy(bits + i, &t, sizeof t);
