@@ -116,27 +116,30 @@ template <int Q, class Weight>
 inline void matmul_group(float* y, ptrdiff_t y_stride, const float* x, ptrdiff_t x_stride, int rows,
                          const Weight* panel, int n_in, int n_out_left, bool add) {
   constexpr int most = Q == 4 ? 2 : Q == 2 ? (kManyRegisters ? 6 : 1) : kTileRows;
-  for (int r = 0; r < rows; r += most)
-    matmul_up_to<most, Q>(std::min(most, rows - r), y + r * y_stride, y_stride, x + r * x_stride, x_stride,
-                          panel, n_in, n_out_left, add);
+  const int tiles = (rows + most - 1) / most;  // 32 rows: 10, 11 and 11
+  for (int i = 0; i < tiles; ++i) {
+    const int r = rows * i / tiles, next = rows * (i + 1) / tiles;
+    matmul_up_to<most, Q>(next - r, y + r * y_stride, y_stride, x + r * x_stride, x_stride, panel, n_in,
+                          n_out_left, add);
+  }
 }
 
 /// Shares out the matmul of `rows` rows and N outputs: calls part(first panel, panels, first row, rows) for
-/// this thread's pieces. Few rows: several panels at once, or the few chains would wait for each other.
-/// Many rows: one panel at a time stays in the cache; threads share panels, and rows too if panels are few.
+/// this thread's pieces. Few rows: several panels at once, or the few chains would wait for each other; each
+/// thread has a run of neighbouring panels, which it reads in order. Many rows: one panel at a time stays in
+/// the cache while a thread's share of the rows passes.
 template <class Part>
 inline void each_piece(int rows, int n_out, int thread, int threads, Part&& part) {
   const int panels = panels_of(n_out), group = panels_for(rows), groups = (panels + group - 1) / group;
-  const int slices = rows >= 2 * kTileRows * threads ? threads : 1;
-  for (int unit = thread; unit < groups * slices; unit += threads) {
-    const int slice = unit % slices, last = std::min(unit / slices * group + group, panels);
-    const int r0 = static_cast<int>(static_cast<int64_t>(rows) * slice / slices);
-    const int r1 = static_cast<int>(static_cast<int64_t>(rows) * (slice + 1) / slices);
-    for (int p = unit / slices * group; p < last;) {
-      const int together = last - p >= group ? group : 1;
-      part(p, together, r0, r1 - r0);
-      p += together;
-    }
+  const bool by_rows = rows >= 2 * kTileRows * threads;
+  const auto share = [&](int of, int t) { return static_cast<int>(int64_t{of} * t / threads); };
+  const int first = by_rows ? 0 : share(groups, thread) * group, r0 = by_rows ? share(rows, thread) : 0;
+  const int last = by_rows ? panels : std::min(share(groups, thread + 1) * group, panels);
+  const int r1 = by_rows ? share(rows, thread + 1) : rows;
+  for (int p = first; p < last;) {
+    const int together = last - p >= group ? group : 1;
+    part(p, together, r0, r1 - r0);
+    p += together;
   }
 }
 
@@ -397,16 +400,17 @@ inline constexpr int kQueries = kManyRegisters ? 6 : 2;  // so many at once shar
 inline constexpr int kAttentionChunk = 16 * (kManyRegisters ? 4 : 2);  // positions
 
 /// scores[r][16 j + lane] = q[r] . k[j][lane] for R queries and J groups of sixteen positions; K's rows are
-/// block_size floats apart.
+/// block_size floats apart. ahead[j]: what will be read next, as many bytes; it is prefetched.
 template <int R, int J>
 inline void score_tile(float* scores, ptrdiff_t stride, const Query* queries, const float* const* k,
-                       int width, int block_size) {
+                       const float* const* ahead, int ahead_step, int width, int block_size) {
   f32x16 dot[R][J];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j) dot[r][j] = splat(0.0f);
   for (int e = 0; e < width; ++e) {
     f32x16 ke[J];
     for (int j = 0; j < J; ++j) ke[j] = keep(load(k[j] + e * block_size));
+    for (int j = 0; j < J; ++j) __builtin_prefetch(ahead[j] + e * ahead_step);
     for (int r = 0; r < R; ++r) {
       const f32x16 qe = splat(queries[r].q[e]);
       for (int j = 0; j < J; ++j) dot[r][j] = fma(qe, ke[j], dot[r][j]);
@@ -416,20 +420,24 @@ inline void score_tile(float* scores, ptrdiff_t stride, const Query* queries, co
     for (int j = 0; j < J; ++j) store(scores + r * stride + 16 * j, dot[r][j]);
 }
 
-/// scores[r][p] = q[r] . k[p] for R queries and the chunk of positions from p0 (as far as n): one chain over
-/// e each. Lanes are positions; those past n hold nothing of use.
+/// scores[r][p] = q[r] . k[p] for R queries and positions p0 to p1 - 1: one chain over e each. Lanes are
+/// positions; those past p1, up to the next multiple of 64, hold nothing of use.
 template <int R>
 [[gnu::noinline]] inline void attention_scores(float* scores, ptrdiff_t stride, const Query* queries, int g,
-                                               const float* kv, const int* table, int p0, int n,
+                                               const float* kv, const int* table, int p0, int p1,
                                                const KvShape& s) {
   const int width = s.head_width, block_size = s.block_size;
   const auto k_at = [&](int p) {  // address of k[p][0]; the next e is block_size floats further
     return kv + static_cast<size_t>(table[p / block_size]) * 2 * s.half() +
            static_cast<size_t>(g * width * block_size + p % block_size);
   };
+  const auto v_at = [&](int p) {  // address of v[p][0]
+    return kv + static_cast<size_t>(table[p / block_size]) * 2 * s.half() + s.half() +
+           static_cast<size_t>((g * block_size + p % block_size) * width);
+  };
   if (block_size % 16 != 0) {  // small blocks: the plain loop, which says what the fast one computes
     for (int r = 0; r < R; ++r)
-      for (int p = p0; p < std::min(n, p0 + kAttentionChunk); ++p) {
+      for (int p = p0; p < p1; ++p) {
         const float* k = k_at(p);
         float dot = 0.0f;
         for (int e = 0; e < width; ++e) dot = std::fma(queries[r].q[e], k[e * block_size], dot);
@@ -438,9 +446,16 @@ template <int R>
     return;
   }
   constexpr int kGroups = kAttentionChunk / 16;
-  const float* k[kGroups];  // of sixteen positions each; the last group again where there are fewer
-  for (int j = 0; j < kGroups; ++j) k[j] = k_at(std::min(p0 + 16 * j, (n - 1) / 16 * 16));
-  score_tile<R, kGroups>(scores + p0, stride, queries, k, width, block_size);
+  for (int p = p0; p < p1; p += kAttentionChunk) {
+    const float *k[kGroups], *ahead[kGroups];  // of sixteen positions each; the last again if there are fewer
+    const bool more = p + kAttentionChunk < p1;
+    for (int j = 0; j < kGroups; ++j) {
+      k[j] = k_at(std::min(p + 16 * j, (p1 - 1) / 16 * 16));
+      ahead[j] = more ? k_at(std::min(p + kAttentionChunk + 16 * j, (p1 - 1) / 16 * 16))
+                      : v_at(std::min(p0 + 16 * j, (p1 - 1) / 16 * 16));
+    }
+    score_tile<R, kGroups>(scores + p, stride, queries, k, ahead, more ? block_size : 16, width, block_size);
+  }
 }
 
 /// out[r][e] += weights[r][p] * v[p][e] for R queries and positions p0 to p1 - 1: chains over p go on.
@@ -449,17 +464,21 @@ template <int R, int W>
 [[gnu::noinline]] inline void attention_values(const float* weights, ptrdiff_t stride, const Query* queries,
                                                int g, const float* kv, const int* table, int p0, int p1,
                                                const KvShape& s) {
+  const auto v_at = [&](int p) {  // address of v[p][0]
+    return kv + static_cast<size_t>(table[p / s.block_size]) * 2 * s.half() + s.half() +
+           static_cast<size_t>((g * s.block_size + p % s.block_size) * s.head_width);
+  };
   for (int e = 0; e < s.head_width; e += 16 * W) {
     f32x16 acc[R][W];
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < W; ++i) acc[r][i] = load(queries[r].out + e + 16 * i);
     for (int p = p0; p < p1;) {
-      const float* v = kv + static_cast<size_t>(table[p / s.block_size]) * 2 * s.half() + s.half() +
-                       static_cast<size_t>((g * s.block_size + p % s.block_size) * s.head_width + e);
-      for (const int stop = std::min(p1, (p / s.block_size + 1) * s.block_size); p < stop;
-           ++p, v += s.head_width) {
+      const float* v = v_at(p) + e;
+      const int stop = std::min(p1, (p / s.block_size + 1) * s.block_size);
+      const ptrdiff_t ahead = v_at(std::min(stop + s.block_size, p1 - 1)) + e - v;
+      for (; p < stop; ++p, v += s.head_width) {
         f32x16 vp[W];
-        for (int i = 0; i < W; ++i) vp[i] = keep(load(v + 16 * i));
+        for (int i = 0; i < W; ++i) vp[i] = keep(load(v + 16 * i)), __builtin_prefetch(v + ahead + 16 * i);
         for (int r = 0; r < R; ++r) {
           const f32x16 weight = splat(weights[r * stride + p]);
           for (int i = 0; i < W; ++i) acc[r][i] = fma(weight, vp[i], acc[r][i]);
@@ -500,9 +519,11 @@ inline void paged_attention(Query* queries, int count, int g, const float* kv, c
                             const KvShape& s, float* scratch) {
   const int most = queries[count - 1].n;
   const ptrdiff_t stride = (most + 63) / 64 * 64;
-  for (int p = 0; p < most; p += kAttentionChunk)
+  const int chunk = count <= kQueries ? most : kAttentionChunk;  // few queries: nobody to share a chunk with
+  for (int p = 0; p < most; p += chunk)
     for (int r = 0; r < count; r += kQueries) {
-      const int together = std::min(kQueries, count - r), n = queries[r + together - 1].n;
+      const int together = std::min(kQueries, count - r),
+                n = std::min(queries[r + together - 1].n, p + chunk);
       if (p < n)
         attention_scores_of<kQueries>(together, scratch + r * stride, stride, queries + r, g, kv, table, p, n,
                                       s);
@@ -515,10 +536,10 @@ inline void paged_attention(Query* queries, int count, int g, const float* kv, c
              kManyRegisters ? 4 : 2 >
       : s.head_width % 32 == 0 ? attention_values_of<kQueries, 2>
                                : attention_values_of<kQueries, 1>;
-  for (int p = 0; p < most; p += kAttentionChunk)
+  for (int p = 0; p < most; p += chunk)
     for (int r = 0; r < count; r += kQueries)
       values(std::min(kQueries, count - r), scratch + r * stride, stride, queries + r, g, kv, table, p,
-             std::min(p + kAttentionChunk, most), s);
+             std::min(p + chunk, most), s);
   for (int r = 0; r < count; ++r)
     for (int e = 0; e < s.head_width; e += 16)
       store(queries[r].out + e, div(load(queries[r].out + e), splat(queries[r].total)));

@@ -63,7 +63,7 @@ class Transformer final : public Executor {
       fail("KV memory: expected at least one block of one token, found ", blocks, " blocks of ", block_size);
     const size_t floats = layer_stride_ * static_cast<size_t>(model.config.layers);
     try {
-      kv_.resize(floats);
+      kv_ = allocate(floats * sizeof(float));
     } catch (const std::exception&) {  // bad_alloc, length_error
       fail("KV memory: expected room for ", blocks, " blocks of ", block_size,
            " tokens, found less than the ", floats * sizeof(float) >> 20, " MB that takes");
@@ -108,6 +108,9 @@ class Transformer final : public Executor {
     std::vector<float> scores;
   };
   static constexpr int kTileQueries = 24;
+  // Between rows that a matmul reads side by side: at a distance of 4 KB they would all want the same few
+  // places of the first cache.
+  static constexpr int kPad = 16;
 
   /// Lists the step's rows and makes room for their activations.
   void lay_out(const StepBatch& step) {
@@ -128,8 +131,9 @@ class Transformer final : public Executor {
     const auto make = [t](std::vector<float>& buffer, int width) {
       if (buffer.size() < t * static_cast<size_t>(width)) buffer.resize(t * static_cast<size_t>(width));
     };
-    make(x_, c.width), make(norm_, c.width), make(out_, c.width);
-    make(qkv_, c.qkv_width()), make(heads_, c.heads * c.head_width), make(ff_, 2 * c.feed_forward);
+    make(x_, c.width), make(norm_, c.width + kPad), make(out_, c.width);
+    make(qkv_, c.qkv_width()), make(heads_, c.heads * c.head_width + kPad),
+        make(ff_, 2 * c.feed_forward + kPad);
     if (model_.has_q8())
       q8_.make_room(static_cast<int>(t), std::max({c.width, c.heads * c.head_width, c.feed_forward}));
   }
@@ -139,6 +143,7 @@ class Transformer final : public Executor {
     const Config& c = model_.config;
     const int T = static_cast<int>(rows_.size()), D = c.width, E = c.head_width, F = c.feed_forward;
     const int first = T * thread / threads, last = T * (thread + 1) / threads;  // this thread's rows
+    const int N = D + kPad, O = c.heads * E + kPad, W = 2 * F + kPad;           // strides of norm, heads, ff
     float *x = x_.data(), *norm = norm_.data(), *out = out_.data();             // each [T x D]
     float *qkv = qkv_.data(), *heads = heads_.data(), *ff = ff_.data();  // [T x (H+2G)E], [T x HE], [T x 2F]
 
@@ -146,16 +151,17 @@ class Transformer final : public Executor {
 
     for (int l = 0; l < c.layers; ++l) {
       const Layer& w = model_.layers[static_cast<size_t>(l)];
-      float* kv = kv_.data() + static_cast<size_t>(l) * layer_stride_;
+      float* kv = reinterpret_cast<float*>(kv_.get()) + static_cast<size_t>(l) * layer_stride_;
 
       for (int t = first; t < last; ++t) {
-        rmsnorm(norm + t * D, x + t * D, w.attention_norm.data(), D, c.norm_eps);
-        ready(w.qkv, t, norm + t * D);
+        rmsnorm(norm + t * N, x + t * D, w.attention_norm.data(), D, c.norm_eps);
+        ready(w.qkv, t, norm + t * N);
       }
       barrier_.wait(threads);
-      multiply(w.qkv, qkv, norm, D, T, thread, threads);
+      multiply(w.qkv, qkv, c.qkv_width(), norm, N, T, thread, threads);
       barrier_.wait(threads);
       for (int t = first; t < last; ++t) place(rows_[static_cast<size_t>(t)], qkv + t * c.qkv_width(), kv);
+      if (thread == 0) next_unit_ = 0;
       barrier_.wait(threads);
       if (!step.copies.empty()) {
         if (thread == 0)
@@ -163,31 +169,35 @@ class Transformer final : public Executor {
             copy_kv(block(kv, b.to), block(kv, b.from), b.tokens, kv_shape_);
         barrier_.wait(threads);
       }
-      for (int unit = thread; unit < static_cast<int>(tiles_.size()) * c.kv_heads; unit += threads)
-        attend(tiles_[static_cast<size_t>(unit / c.kv_heads)], unit % c.kv_heads, qkv, heads, kv,
-               scratch_[static_cast<size_t>(thread)]);
+      // Whoever is free takes the next piece, long ones first: contexts differ. Pieces are few and large.
+      const int tiles = static_cast<int>(tiles_.size()), G = c.kv_heads;
+      const int pieces = std::clamp(2 * threads / std::max(tiles, 1), 1, G);
+      for (int unit; (unit = next_unit_++) < tiles * pieces;)
+        for (int i = unit % pieces, g = G * i / pieces; g < G * (i + 1) / pieces; ++g)
+          attend(tiles_[static_cast<size_t>(tiles - 1 - unit / pieces)], g, qkv, heads, kv,
+                 scratch_[static_cast<size_t>(thread)]);
       barrier_.wait(threads);
       if (w.attention_out.type == DType::q8_0) {
-        for (int t = first; t < last; ++t) ready(w.attention_out, t, heads + t * c.heads * E);
+        for (int t = first; t < last; ++t) ready(w.attention_out, t, heads + t * O);
         barrier_.wait(threads);
       }
-      multiply(w.attention_out, out, heads, c.heads * E, T, thread, threads);
+      multiply(w.attention_out, out, D, heads, O, T, thread, threads);
       barrier_.wait(threads);
 
       for (int t = first; t < last; ++t) {
         add_rows(x + t * D, out + t * D, D);
-        rmsnorm(norm + t * D, x + t * D, w.ff_norm.data(), D, c.norm_eps);
-        ready(w.gate_up, t, norm + t * D);
+        rmsnorm(norm + t * N, x + t * D, w.ff_norm.data(), D, c.norm_eps);
+        ready(w.gate_up, t, norm + t * N);
       }
       barrier_.wait(threads);
-      multiply(w.gate_up, ff, norm, D, T, thread, threads);
+      multiply(w.gate_up, ff, W, norm, N, T, thread, threads);
       barrier_.wait(threads);
       for (int t = first; t < last; ++t) {
-        swiglu(ff + t * 2 * F, ff + t * 2 * F + F, F);
-        ready(w.down, t, ff + t * 2 * F);
+        swiglu(ff + t * W, ff + t * W + F, F);
+        ready(w.down, t, ff + t * W);
       }
       barrier_.wait(threads);
-      multiply(w.down, out, ff, 2 * F, T, thread, threads);
+      multiply(w.down, out, D, ff, W, T, thread, threads);
       barrier_.wait(threads);
       for (int t = first; t < last; ++t) add_rows(x + t * D, out + t * D, D);
     }
@@ -195,12 +205,12 @@ class Transformer final : public Executor {
     barrier_.wait(threads);
     const int wanted = static_cast<int>(wanted_.size());
     for (int i = thread; i < wanted; i += threads) {
-      rmsnorm(norm + i * D, x + wanted_[static_cast<size_t>(i)] * D, model_.output_norm.data(), D,
+      rmsnorm(norm + i * N, x + wanted_[static_cast<size_t>(i)] * D, model_.output_norm.data(), D,
               c.norm_eps);
-      ready(model_.output(), i, norm + i * D);
+      ready(model_.output(), i, norm + i * N);
     }
     barrier_.wait(threads);
-    multiply(model_.output(), logits, norm, D, wanted, thread, threads);
+    multiply(model_.output(), logits, c.vocabulary, norm, N, wanted, thread, threads);
   }
 
   /// Row t of a matmul's input: in 8 bits, if that is how w wants it.
@@ -209,13 +219,13 @@ class Transformer final : public Executor {
   }
 
   /// y[rows x outputs] = x[rows x inputs] W^T; for a Q8_0 matrix x is what ready() was given.
-  void multiply(const Matrix& w, float* y, const float* x, int x_stride, int rows, int thread,
+  void multiply(const Matrix& w, float* y, int y_stride, const float* x, int x_stride, int rows, int thread,
                 int threads) const {
     const int n = w.outputs, k = w.inputs;
-    if (w.type == DType::f32) matmul(y, n, x, x_stride, rows, w.as<float>(), k, n, thread, threads);
-    if (w.type == DType::f16) matmul(y, n, x, x_stride, rows, w.as<Half>(), k, n, thread, threads);
-    if (w.type == DType::bf16) matmul(y, n, x, x_stride, rows, w.as<Bf16>(), k, n, thread, threads);
-    if (w.type == DType::q8_0) matmul_q8(y, n, q8_, rows, w.as<std::byte>(), k, n, thread, threads);
+    if (w.type == DType::f32) matmul(y, y_stride, x, x_stride, rows, w.as<float>(), k, n, thread, threads);
+    if (w.type == DType::f16) matmul(y, y_stride, x, x_stride, rows, w.as<Half>(), k, n, thread, threads);
+    if (w.type == DType::bf16) matmul(y, y_stride, x, x_stride, rows, w.as<Bf16>(), k, n, thread, threads);
+    if (w.type == DType::q8_0) matmul_q8(y, y_stride, q8_, rows, w.as<std::byte>(), k, n, thread, threads);
   }
 
   float* block(float* kv, int b) const { return kv + static_cast<size_t>(b) * 2 * kv_shape_.half(); }
@@ -243,7 +253,7 @@ class Transformer final : public Executor {
     for (int t = tile.first_row; t < tile.first_row + tile.rows; ++t)
       for (int h = g * together; h < (g + 1) * together; ++h)
         scratch.queries[static_cast<size_t>(count++)] = {qkv + t * c.qkv_width() + h * E,
-                                                         heads + (t * c.heads + h) * E,
+                                                         heads + t * (c.heads * E + kPad) + h * E,
                                                          rows_[static_cast<size_t>(t)].position + 1};
     paged_attention(scratch.queries.data(), count, g, kv, span.block_table.data(), kv_shape_,
                     scratch.scores.data());
@@ -253,13 +263,14 @@ class Transformer final : public Executor {
   KvShape kv_shape_;
   size_t layer_stride_;  // floats of KV per layer
   int blocks_, threads_, tile_rows_;
-  std::vector<float> kv_;  // [L][blocks][K half, V half]: see kernels.hpp
+  std::shared_ptr<std::byte> kv_;  // floats [L][blocks][K half, V half]: see kernels.hpp
   std::vector<Row> rows_;
   std::vector<Tile> tiles_;
   std::vector<int> wanted_;  // rows whose logits are wanted
   std::vector<float> x_, norm_, out_, qkv_, heads_, ff_;
   Q8Rows q8_;
   SpinBarrier barrier_;
+  std::atomic<int> next_unit_{0};  // of attention
   std::vector<Scratch> scratch_;
 };
 
